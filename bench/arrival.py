@@ -2,7 +2,8 @@
 
 The timed call is `Control.handle(Arrived)` for a 32K-token prompt in a busy cluster: prefix match against every
 instance, and the choice. Under `foresight` a prefill policy chooses the prefill instance. `foresight-joint` prices
-pairs, and instances alone unless `alone` is 0. The decode decision at the end of a pair's prefill is not part of it.
+pairs, and instances alone unless `aggregated` is 0. The decode decision at the end of a pair's prefill is not part of
+it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ OPEN_REQUESTS = 16
 POLICIES: dict[str, dict[str, float]] = {
     "foresight": {},
     "foresight-joint": {},
-    "foresight-joint, pairs only": {"alone": 0.0},
+    "foresight-joint, pairs only": {"aggregated": 0.0},
 }
 
 
@@ -61,14 +62,14 @@ class ArrivalDriver(Driver):
 
     def settle(self, number: int, decisions: tuple[Decision, ...]) -> bool:
         """Let a request decode; return whether one instance serves it."""
-        alone = isinstance(decisions[-1], Decode)
+        aggregated = isinstance(decisions[-1], Decode)
         if isinstance(decisions[0], Prefill):
             decisions = self.control.handle(PrefillFinished(self._tick(), number))
-        if not alone:
+        if not aggregated:
             assert isinstance(decisions[-1], Decode)
             self.handle(TransferFinished(self._tick(), number))
         self.handle(Admitted(self._tick(), number))
-        return alone
+        return aggregated
 
     def end(self, number: int) -> None:
         """End a request."""
@@ -82,15 +83,15 @@ def arrivals(decode: int, policy: str, calls: int) -> dict[str, object]:
     driver.fill(prompts)
     queries = [copied(chain) for chain in prompts.long]
     assert len(queries[0]) == LONG_BLOCKS
-    taken_ns, in_flight, alone = [], deque[int](), 0
+    taken_ns, in_flight, aggregated = [], deque[int](), 0
     for number in range(1_000_000, 1_000_000 + calls + OPEN_REQUESTS):
         taken, decisions = driver.arrive(queries[number % len(queries)], number)
         taken_ns.append(taken)
-        alone += driver.settle(number, decisions)
+        aggregated += driver.settle(number, decisions)
         in_flight.append(number)
         if len(in_flight) > OPEN_REQUESTS:
             driver.end(in_flight.popleft())
-    return {"arrive": quantiles_us(taken_ns[OPEN_REQUESTS:]), "alone": alone / len(taken_ns)}
+    return {"arrive": quantiles_us(taken_ns[OPEN_REQUESTS:]), "aggregated": aggregated / len(taken_ns)}
 
 
 def rows(calls: int) -> list[Row]:
@@ -108,7 +109,7 @@ def rows(calls: int) -> list[Row]:
                     ours=figures[name]["arrive"]["p50_us"],
                     peer=figures["foresight"]["arrive"]["p50_us"],
                     peer_name="foresight",
-                    note=f"{where}: {100 * figures[name]['alone']:.0f} % of the requests served by one instance",
+                    note=f"{where}: {100 * figures[name]['aggregated']:.0f} % of the requests served by one instance",
                 )
             )
     return found

@@ -19,20 +19,20 @@ from multiprocessing.connection import Connection
 import numpy as np
 from bench.measurement import ROOT, Failed, Row, fresh, show
 
-from kvroute_engine.connector.blocks import HostRegion, Layout
-from kvroute_engine.connector.options import Options
-from kvroute_engine.connector.transfer.client import Client
+from kvroute_engine.connector.blocks import BlockLayout, HostRegion
+from kvroute_engine.connector.options import ConnectorSettings
+from kvroute_engine.connector.transfer.client import TransferClient
 from kvroute_engine.connector.transfer.nixl_agent import nixl_agent
-from kvroute_engine.connector.transfer.pool import Peer
+from kvroute_engine.connector.transfer.pool import PeerServer
 from kvroute_engine.connector.transfer.remote_memory import SharedMemory
-from kvroute_engine.connector.transfer.server import Server
-from kvroute_engine.connector.transfer.transfer_lanes import Transfer
+from kvroute_engine.connector.transfer.server import TransferServer
+from kvroute_engine.connector.transfer.transfer_lanes import BlockTransfer
 
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 PLANES = ("tcp", "nixl")
 REGIONS, BLOCKS, BLOCK_BYTES = 32, 64, 65_536
 """The layers of Llama-3.1-8B and 1,024 tokens: 128 MiB."""
-LAYOUT = Layout(model="m", dtype="bfloat16", block_tokens=16, region_bytes=(BLOCK_BYTES,) * REGIONS)
+LAYOUT = BlockLayout(model="m", dtype="bfloat16", block_tokens=16, region_bytes=(BLOCK_BYTES,) * REGIONS)
 NBYTES = REGIONS * BLOCKS * BLOCK_BYTES
 TRANSFERS, WARM = 12, 3
 
@@ -52,7 +52,7 @@ def serve(nixl: bool, pipe: Connection) -> None:
     """Hold the cache's blocks for all transfers, until the pipe's other end says that they are over."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     regions = cache()
-    server = Server(regions, LAYOUT, Options(), environ={}, memory=memory(regions, nixl))
+    server = TransferServer(regions, LAYOUT, ConnectorSettings(), environ={}, memory=memory(regions, nixl))
     for number in range(TRANSFERS):
         server.hold(f"r{number}", range(BLOCKS))
     pipe.send(server.address)
@@ -67,11 +67,11 @@ def transfers(nixl: bool) -> dict[str, float]:
     process.start()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     regions = cache()
-    client = Client(regions, LAYOUT, Options(), environ={}, memory=memory(regions, nixl))
-    peer, seconds, read = Peer(*here.recv()), [], 0
+    client = TransferClient(regions, LAYOUT, ConnectorSettings(), environ={}, memory=memory(regions, nixl))
+    peer, seconds, read = PeerServer(*here.recv()), [], 0
     for number in range(TRANSFERS):
         began = time.perf_counter()
-        client.start(Transfer("d", peer, f"r{number}", 0, tuple(range(BLOCKS))))
+        client.start(BlockTransfer("d", peer, f"r{number}", 0, tuple(range(BLOCKS))))
         result = client.wait(60.0)
         seconds.append(time.perf_counter() - began)
         assert result is not None, "the transfer hangs"

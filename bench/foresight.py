@@ -1,9 +1,10 @@
 """Latency of one foresight decision, compared with a what-if for every candidate: `python -m bench.foresight`.
 
-The timed calls are `InFlight.sight` and `choose`: advancing the model's bytes, the closed form of every candidate, the
-what-if of the best, and all terms. Booking is a separate row: one transfer starts, one ends, and the rates are solved
-after each. `foresight-joint` at arrival is another row: the closed form for every prefill instance considered, in the
-most expensive case, in which all of them are idle. The upper bound is the same solver without closed form, pruning and
+The timed calls are `InFlight.network_view` and `choose`: advancing the model's bytes, the closed form of every
+candidate, the what-if of the best, and all terms. Booking is a separate row: one transfer starts, one ends, and the
+rates are solved after each. `foresight-joint` at arrival is another row: the closed form for every prefill instance
+considered, in the most expensive case, in which all of them are idle. The upper bound is the same solver without closed
+form, pruning and
 neighbourhood: `FlowNetwork.transfer_s` of each candidate over all transfers in flight, without the delay imposed on
 them.
 """
@@ -93,12 +94,12 @@ def decisions(decode: int, in_flight: int, name: str, calls: int) -> dict[str, o
 
     driver, policy = Driver(decode, in_flight), foresight_policy(name)
     request, pools = Request(id=1, input_tokens=32_768), [driver.candidates() for _ in range(20)]
-    choose_ns, book_ns, played = [], [], 0.0
+    choose_ns, book_ns, simulated = [], [], 0.0
     for call in range(calls + WARM):
         source, pool = driver.draw.choice(driver.sources), pools[call % len(pools)]
         costs = driver.oracle.costs(source, driver.targets, driver.now)
         start = time.perf_counter_ns()
-        choice = replace(policy, sight=driver.table.sight(driver.now, source, driver.targets)).choose(
+        choice = replace(policy, network_view=driver.table.network_view(driver.now, source, driver.targets)).choose(
             request,
             pool,  # type: ignore[arg-type]
             costs,
@@ -106,7 +107,7 @@ def decisions(decode: int, in_flight: int, name: str, calls: int) -> dict[str, o
         )
         choose_ns.append(time.perf_counter_ns() - start)
         assert isinstance(choice, Choice)
-        played += float(choice.terms.parts["played"].sum())
+        simulated += float(choice.terms.parts["simulated"].sum())
         left = driver.table.left_bytes(driver.now)
         ended = min(left, key=lambda each: (left[each], each))
         start = time.perf_counter_ns()
@@ -116,7 +117,7 @@ def decisions(decode: int, in_flight: int, name: str, calls: int) -> dict[str, o
         while len(driver.table.rates_bytes_per_s) < in_flight:  # the table does not keep transfers inside a node
             driver.start(driver.draw.choice(driver.sources), driver.draw.randrange(decode), 4e9)
     figures: dict[str, object] = {"choose": quantiles_us(choose_ns[WARM:]), "book": quantiles_us(book_ns[WARM:])}
-    return figures | {"played": played / (calls + WARM), "plain": _plain_us(driver)}
+    return figures | {"simulated": simulated / (calls + WARM), "plain": _plain_us(driver)}
 
 
 def arrivals(decode: int, in_flight: int, calls: int) -> dict[str, object]:
@@ -136,7 +137,7 @@ def arrivals(decode: int, in_flight: int, calls: int) -> dict[str, object]:
         def joint_path(position: int, pool: object = pool) -> JointPath:
             source = driver.sources[position]
             costs = driver.oracle.costs(source, driver.targets, driver.now)
-            return JointPath(pool, costs, driver.table.sight(driver.now, source, driver.targets, 1.0))  # type: ignore[arg-type]
+            return JointPath(pool, costs, driver.table.network_view(driver.now, source, driver.targets, 1.0))  # type: ignore[arg-type]
 
         start = time.perf_counter_ns()
         pair = policy.choose(request, prefill, joint_path, call)
@@ -186,10 +187,10 @@ def rows(calls: int) -> list[Row]:
             def row(measure: str, ours: float, **more: float | str | None) -> Row:
                 return Row(measure=measure, unit="us", better="lower", ours=ours, **more)  # type: ignore[arg-type]
 
-            played = f"{figures['played']:.2f} candidates played in the mean" if figures["played"] else ""
-            bound = {"peer": figures["plain"], "peer_name": "each candidate played"}
+            simulated = f"{figures['simulated']:.2f} candidates simulated in the mean" if figures["simulated"] else ""
+            bound = {"peer": figures["plain"], "peer_name": "each candidate simulated"}
             target = TARGETS_US[decode] if name == "foresight" else None
-            note = f"{where}: {played}" if played else ""
+            note = f"{where}: {simulated}" if simulated else ""
             all_rows.append(row(f"{where}, median", figures["choose"]["p50_us"], target=target, note=note, **bound))
             all_rows.append(row(f"{where}, p99", figures["choose"]["p99_us"]))
             if name == "foresight":

@@ -22,7 +22,7 @@ from bench.measurement import ROOT, Row, show
 from kvroute.control import ControlSpec
 from kvroute.planner.comparison.requests import Workload
 from kvroute.sim.run import simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload.trace import Trace
 from kvroute.topology import load
 
@@ -57,7 +57,7 @@ def spread(trace: Trace, seed: int) -> Trace:
 def ttft_s(cell: Cell) -> float:
     """Mean TTFT of one simulation."""
     workload = Workload(generated_requests=REQUESTS, requests=REQUESTS)
-    settings = SimSettings(gateways=cell.gateways, sync_s=cell.sync_s)
+    settings = SimSpec(gateways=cell.gateways, sync_s=cell.sync_s)
     trace = spread(workload.of_seed(cell.seed), cell.seed)
     run = simulate(load(CLUSTER), trace, ControlSpec(decode=cell.policy), settings, seed=cell.seed)
     assert run.summary.ttft_s.mean is not None, "some requests have a first token"

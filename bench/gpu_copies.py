@@ -20,15 +20,15 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch  # type: ignore[import-not-found]
 
-from kvroute_engine.connector.blocks import HostRegion, Layout, Region
+from kvroute_engine.connector.blocks import BlockLayout, HostRegion, Region
 from kvroute_engine.connector.device import StagedRegion
-from kvroute_engine.connector.options import Options
-from kvroute_engine.connector.transfer.client import Client
+from kvroute_engine.connector.options import ConnectorSettings
+from kvroute_engine.connector.transfer.client import TransferClient
 from kvroute_engine.connector.transfer.nixl_agent import nixl_agent
-from kvroute_engine.connector.transfer.pool import Peer
+from kvroute_engine.connector.transfer.pool import PeerServer
 from kvroute_engine.connector.transfer.remote_memory import SharedMemory
-from kvroute_engine.connector.transfer.server import Server
-from kvroute_engine.connector.transfer.transfer_lanes import Transfer
+from kvroute_engine.connector.transfer.server import TransferServer
+from kvroute_engine.connector.transfer.transfer_lanes import BlockTransfer
 
 BLOCKS, BLOCK_BYTES = 4096, 65_536
 """Keys and values of 16 tokens in one layer of Llama-3.1-8B."""
@@ -36,7 +36,7 @@ SIZES = (2, 16, 64, 256)
 """Blocks of a chunk."""
 REGIONS, TRANSFER_BLOCKS = 32, 256
 """A transfer: the layers of Llama-3.1-8B and 4,096 tokens, 512 MiB."""
-LAYOUT = Layout(model="m", dtype="bfloat16", block_tokens=16, region_bytes=(BLOCK_BYTES,) * REGIONS)
+LAYOUT = BlockLayout(model="m", dtype="bfloat16", block_tokens=16, region_bytes=(BLOCK_BYTES,) * REGIONS)
 ALL = tuple(range(TRANSFER_BLOCKS))
 NBYTES = TRANSFER_BLOCKS * BLOCK_BYTES * REGIONS
 REPEATS, WARM = 15, 3
@@ -102,7 +102,7 @@ def memory(regions: Sequence[Region], nixl: bool) -> SharedMemory | None:
 def serve(on_gpu: bool, nixl: bool, pipe: Connection) -> None:
     """Hold the cache's blocks for `TRANSFERS` transfers, until the pipe's other end says that they are over."""
     regions = cache(on_gpu)
-    server = Server(regions, LAYOUT, Options(), environ={}, memory=memory(regions, nixl))
+    server = TransferServer(regions, LAYOUT, ConnectorSettings(), environ={}, memory=memory(regions, nixl))
     for number in range(TRANSFERS):
         server.hold(f"r{number}", ALL)
     pipe.send(server.address)
@@ -117,12 +117,12 @@ def transfer_gb_per_s(on_gpu: bool, nixl: bool = False, scattered: bool = False)
     process = get_context("spawn").Process(target=serve, args=(on_gpu, nixl, there))
     process.start()
     regions = cache(on_gpu)
-    client = Client(regions, LAYOUT, Options(), environ={}, memory=memory(regions, nixl))
-    peer, names = Peer(*here.recv()), (f"r{number}" for number in range(TRANSFERS))
+    client = TransferClient(regions, LAYOUT, ConnectorSettings(), environ={}, memory=memory(regions, nixl))
+    peer, names = PeerServer(*here.recv()), (f"r{number}" for number in range(TRANSFERS))
     into = tuple(np.random.default_rng(0).permutation(TRANSFER_BLOCKS).tolist()) if scattered else ALL
 
     def run() -> None:
-        client.start(Transfer(name := next(names), peer, name, 0, into))
+        client.start(BlockTransfer(name := next(names), peer, name, 0, into))
         result = client.wait(60.0)
         assert result is not None
         assert result.failure == "", result.failure

@@ -69,10 +69,10 @@ def run_once(size: Size, path: str) -> dict[str, float]:
     """Return the figures of one simulation in this process, after a short one that loads compiled code."""
     from kvroute.control import ControlSpec
     from kvroute.sim.run import simulate
-    from kvroute.sim.settings import SimSettings
+    from kvroute.sim.settings import SimSpec
     from kvroute.sim.workload import take
 
-    spec, settings, cluster = ControlSpec(decode="netkv"), SimSettings(), cluster_of(size)
+    spec, settings, cluster = ControlSpec(decode="netkv"), SimSpec(), cluster_of(size)
     simulate(cluster, take(trace_of(path, size.speedup), WARM_REQUESTS), spec, settings)
     cpu_s = time.process_time()
     trace = trace_of(path, size.speedup)

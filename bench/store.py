@@ -21,7 +21,7 @@ from pathlib import Path
 
 from bench.measurement import Row, show
 
-from kvroute_engine.block_store import BlockFormat, PosixSettings, PosixStore
+from kvroute_engine.block_store import BlockFormat, PosixStore, PosixStoreSpec
 
 FORMAT = BlockFormat("bench", layers=32, block_tokens=64, layer_bytes=128 * 1024)
 BLOCKS, ROUNDS = 128, 5
@@ -36,8 +36,8 @@ class Reading:
         self._nbytes = BLOCKS * FORMAT.block_bytes
         self._into = memoryview(bytearray(os.urandom(FORMAT.block_bytes)) * BLOCKS)
         capacity_bytes = 2 * self._nbytes
-        self._checked = PosixStore(folder, FORMAT, PosixSettings(capacity_bytes=capacity_bytes))
-        self._unchecked = PosixStore(folder, FORMAT, PosixSettings(capacity_bytes=capacity_bytes, verify=False))
+        self._checked = PosixStore(folder, FORMAT, PosixStoreSpec(capacity_bytes=capacity_bytes))
+        self._unchecked = PosixStore(folder, FORMAT, PosixStoreSpec(capacity_bytes=capacity_bytes, verify=False))
         for parent, key in pairwise([b"", *self._keys]):
             assert self._checked.write(key, parent, self._into[: FORMAT.block_bytes])
         os.sync()
@@ -97,15 +97,15 @@ class Reading:
 
 def measured(reading: Reading, state: str) -> list[Row]:
     """Return the rows of one state of the page cache."""
-    ways: list[Callable[[], float]] = [reading.plain, reading.store, reading.store_unchecked]
-    ways += [reading.fio] if shutil.which("fio") else []
+    methods: list[Callable[[], float]] = [reading.plain, reading.store, reading.store_unchecked]
+    methods += [reading.fio] if shutil.which("fio") else []
     reading.plain()
-    figures: dict[str, list[float]] = {way.__name__: [] for way in ways}
+    figures: dict[str, list[float]] = {method.__name__: [] for method in methods}
     for number in range(ROUNDS):
-        for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+        for method in methods[number % len(methods) :] + methods[: number % len(methods)]:
             if state == "cold":
                 reading.drop()
-            figures[way.__name__].append(way())
+            figures[method.__name__].append(method())
     medians = {name: statistics.median(values) for name, values in figures.items()}
     ours = {"store": "checksums compared", "store_unchecked": "without checksums"}
     peers = {"plain": "sequential preadv", "fio": "fio"}

@@ -77,14 +77,14 @@ def echo_figures(packets: int) -> dict[str, float]:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
                 client.connect(("127.0.0.1", port))
                 client.settimeout(1.0)
-                octets = bytes(1_052)
+                content = bytes(1_052)
                 before_s, start_s = _cpu_s(process.pid), time.perf_counter()
                 for _ in range(32):
-                    client.send(octets)
+                    client.send(content)
                 for number in range(packets):
                     client.recv(2_048)
                     if number < packets - 32:
-                        client.send(octets)
+                        client.send(content)
                 seconds, cpu_s = time.perf_counter() - start_s, _cpu_s(process.pid) - before_s
         finally:
             process.terminate()
@@ -94,7 +94,7 @@ def echo_figures(packets: int) -> dict[str, float]:
 def kernel_figures(ranks: int, chunks: int) -> dict[str, float]:
     """Run the XDP program on the packets of `chunks` chunks; return its mean CPU time per packet."""
     from kvroute.testbed import namespaces
-    from kvroute_engine.switch.wire import CHUNK_VALUES, Data, Kind, Reduction, encode
+    from kvroute_engine.switch.wire import CHUNK_VALUES, Data, PacketKind, Reduction, encode
     from kvroute_engine.switch.xdp import XdpOffload
 
     slots, values = 128, np.ones(CHUNK_VALUES, np.int32)
@@ -107,7 +107,7 @@ def kernel_figures(ranks: int, chunks: int) -> dict[str, float]:
             for chunk in range(chunks):
                 slot, version = chunk % slots, chunk // slots % 2
                 for rank, peer in enumerate(peers):
-                    packet = Data(Kind.DATA, 1, 1, rank, ranks, slot, version, Reduction.SUM, chunk, values)
+                    packet = Data(PacketKind.DATA, 1, 1, rank, ranks, slot, version, Reduction.SUM, chunk, values)
                     seconds.append(offload.program.run("aggregate", frame(peer, encode(packet)), peer.interface)[2])
             assert offload.results == chunks
         finally:

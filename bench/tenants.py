@@ -16,9 +16,9 @@ import numpy as np
 from bench.measurement import ROOT, Row, show
 
 from kvroute.control import ControlSpec
-from kvroute.sim.placement import Tenancy, Tenant
+from kvroute.sim.placement import SimulatedTenancy, Tenant
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import load
 
@@ -86,9 +86,9 @@ def simulated(cell: Cell) -> Found:
     trace, of_request = arrivals(cell.streams, cell.seed)
     most_s = SLO_S if cell.slo else None
     tenants = tuple([Tenant(f"tenant{number}", ttft_max_s=most_s) for number in range(len(cell.streams))])
-    tenancy = Tenancy(tenants, of_request, work_s=WORK_S if cell.fair else None)
+    tenancy = SimulatedTenancy(tenants, of_request, work_s=WORK_S if cell.fair else None)
     spec = ControlSpec(decode="foresight")
-    run: Run = simulate(load(CLUSTER), trace, spec, SimSettings(), seed=cell.seed, tenancy=tenancy)
+    run: Run = simulate(load(CLUSTER), trace, spec, SimSpec(), seed=cell.seed, tenancy=tenancy)
     ttft_s, last = run.outcomes.ttft_s, np.array(of_request) == len(cell.streams) - 1
     p50_s, p99_s = np.nanquantile(ttft_s[last], (0.5, 0.99)).tolist()
     done = run.summary.requests

@@ -23,7 +23,7 @@ from tests.serve.stub_engines import completion, engines_of, run, stub_rig
 from tests.waiting import PATIENCE_S, becomes_true
 
 from kvroute import topology
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
 from kvroute.serve.assembly import Deployment, Gateway
 from kvroute_engine.addresses import bound, host_port
 
@@ -88,7 +88,7 @@ def test_a_gateway_at_all_addresses_serves_clients_of_both_kinds() -> None:
 def test_emulated_engines_on_ipv6_are_reached_with_their_events_and_caches() -> None:
     async def main() -> None:
         text = CLUSTER + "  scrape: {interval: 50 ms}\n"
-        settings = EmulatedClusterSettings(host="::1")
+        settings = EmulatedClusterSpec(host="::1")
         async with EmulatedCluster(topology.parse(text), settings) as fleet:
             endpoints = fleet.ready().instances
             assert all("[::1]:" in each.url and "[::1]:" in each.kv_events for each in endpoints.values())

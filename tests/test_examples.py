@@ -14,7 +14,7 @@ from tests.examples import CLUSTERS, NETWORKS
 from kvroute.control import ControlSpec
 from kvroute.planner.placement.problem import Objective, read_placement
 from kvroute.sim.run import simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import generate
 from kvroute.topology import load
 
@@ -25,7 +25,7 @@ SCENARIOS = sorted((ROOT / "examples").glob("flows-*.json"))
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
 def test_an_example_cluster_serves_requests(path: Path) -> None:
     """Thirty requests of a Mooncake-like trace all end; most are answered."""
-    run = simulate(load(path), generate(30, seed=1), ControlSpec(), SimSettings())
+    run = simulate(load(path), generate(30, seed=1), ControlSpec(), SimSpec())
     counts = run.summary.requests
     assert counts.arrived == counts.finished + counts.rejected == 30
     assert counts.finished >= 15

@@ -8,20 +8,20 @@ import struct
 from bench.all_reduce.star import PORT
 
 from kvroute.testbed import namespaces
-from kvroute_engine.switch.xdp import Peer
+from kvroute_engine.switch.xdp import PacketSource
 
 _HEADERS = struct.Struct("!6s6sHBBHHHBBH4s4sHHHH")
 
 
-def veth_peers(workers: int) -> list[Peer]:
+def veth_peers(workers: int) -> list[PacketSource]:
     """Create interfaces p0, p1, ... in the thread's own namespace; return addresses of one worker behind each."""
     for worker in range(workers):
         namespaces.run("ip", "link", "add", f"p{worker}", "type", "veth", "peer", "name", f"x{worker}")
     index = {each["ifname"]: each["ifindex"] for each in json.loads(namespaces.run("ip", "-json", "link"))}
-    return [Peer(f"10.0.{w}.2", 4000 + w, index[f"p{w}"], f"10.0.{w}.1") for w in range(workers)]
+    return [PacketSource(f"10.0.{w}.2", 4000 + w, index[f"p{w}"], f"10.0.{w}.1") for w in range(workers)]
 
 
-def frame(peer: Peer, payload: bytes) -> bytes:
+def frame(peer: PacketSource, payload: bytes) -> bytes:
     """Return an Ethernet frame from a worker to the switch."""
     source, target = (bytes(map(int, each.split("."))) for each in (peer.host, peer.local))
     macs = bytes(5) + bytes([1]), bytes(5) + bytes([2 + peer.port % 100])

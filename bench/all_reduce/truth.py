@@ -19,11 +19,11 @@ from pathlib import Path
 
 from bench.all_reduce.star import KV_PORT, ROOT, Star, star, start_rank, switch, xdp
 from bench.measurement import Row, show
-from kvroute_engine.agent.schemes import Scheme
 
 from kvroute.collectives import Aggregation, AllReduce, CollectiveFlow, all_reduce, seconds
 from kvroute.topology import Cluster, parse
 from kvroute.topology.gpu_paths import GpuPaths
+from kvroute_engine.agent.schemes import Scheme
 
 TORCH = ROOT / ".venv-vllm" / "bin" / "python"
 BITS_PER_S = 10e6

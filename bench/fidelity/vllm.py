@@ -44,10 +44,10 @@ from tests.live.vllm.timed_pair import (
     measured_timing,
     on_core,
     pinned,
-    played,
     predicted,
     prefer,
     scaled,
+    send_trace,
     trace_of,
 )
 
@@ -204,7 +204,7 @@ def _load(pair: TimedPair, url: str, model: Model, share: float, seed: int, refe
     trace = model.trace(share)
     sessions, first = [server.process.pid for server in pair.servers], Probe.of(pair)
     before, began_s = Processes.now(sessions), time.monotonic()
-    measured = played(url, trace, seed)
+    measured = send_trace(url, trace, seed)
     after, seconds = Processes.now(sessions), time.monotonic() - began_s
     now = mean_probe([first, Probe.of(pair)])
     drift = Probe(now.prefill_s / reference.prefill_s, now.decode_s / reference.decode_s)

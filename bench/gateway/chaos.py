@@ -33,7 +33,7 @@ from bench.measurement import Failed, Row, show
 from kvroute.control import decisions_equal
 from kvroute.control import replay as replayed
 from kvroute.control.log import read_log
-from kvroute.load import Client
+from kvroute.load import LoadClient
 from kvroute.topology import parse
 
 CHAT = "/v1/chat/completions"
@@ -136,7 +136,7 @@ def request_bodies(scenario: Scenario) -> Iterator[tuple[bytes, bool, float]]:
 
 async def clients(url: str, scenario: Scenario, outcome: Outcome) -> None:
     """Send all requests, each at its time regardless of the others."""
-    client, started = Client(url), time.monotonic()
+    client, started = LoadClient(url), time.monotonic()
     try:
         async with asyncio.TaskGroup() as group:
             for number, (body, streams, leaves_s) in enumerate(request_bodies(scenario)):
@@ -146,7 +146,7 @@ async def clients(url: str, scenario: Scenario, outcome: Outcome) -> None:
         client.close()
 
 
-async def _one(client: Client, number: int, body: bytes, streams: bool, leaves_s: float, outcome: Outcome) -> None:
+async def _one(client: LoadClient, number: int, body: bytes, streams: bool, leaves_s: float, outcome: Outcome) -> None:
     pieces: list[bytes] = []
     try:
         async with asyncio.timeout(leaves_s or GIVE_UP_S):

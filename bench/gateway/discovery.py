@@ -27,7 +27,7 @@ import uvloop
 from bench.measurement import Failed, Row, show
 
 from kvroute.control import ControlSpec
-from kvroute.oracle import OracleSettings
+from kvroute.oracle import OracleSpec
 from kvroute.serve.assembly import Deployment, Gateway
 from kvroute.topology import parse
 from kvroute.topology.reading.discovery import admitted
@@ -179,7 +179,7 @@ async def _until(condition: Any) -> None:
 def core(engines: int, requests: int, count: int) -> tuple[float, float]:
     """Return the median seconds that a core needs to prepare a change and to apply it, with requests in flight."""
     base = parse(CLUSTER.partition("gateway:")[0])
-    spec = ControlSpec(decode="foresight", shadow="netkv", oracle=OracleSettings(self_measured=True))
+    spec = ControlSpec(decode="foresight", shadow="netkv", oracle=OracleSpec(self_measured=True))
     control = spec.build(base)
     found = [_discovered(entry(number, 8000, 0)) for number in range(engines)]
     joined = admitted(base, {}, found)[0]

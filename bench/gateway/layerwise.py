@@ -23,7 +23,7 @@ from bench.measurement import Failed, Row, show
 
 from kvroute import topology
 from kvroute.sim.workload import Trace, TracedRequest
-from kvroute.testbed.live import Comparison, Question, playable
+from kvroute.testbed.live import Comparison, LiveComparisonSpec, playable
 from kvroute_engine.files.units import Bandwidth
 
 Mode = Literal["serial", "layerwise"]
@@ -72,8 +72,8 @@ def trace_of(course: Course) -> Trace:
 
 def compared(course: Course, mode: Mode, folder: Path) -> Comparison:
     """Compare one mode, live and predicted. Raises Failed if the gateway did not start, or a response is missing."""
-    question = Question(file_of(course, mode, folder), trace_of(course), "netkv", "cache-aware", 0)
-    return lone_prompts.compared(question, mode)[0]
+    live_spec = LiveComparisonSpec(file_of(course, mode, folder), trace_of(course), "netkv", "cache-aware", 0)
+    return lone_prompts.compared(live_spec, mode)[0]
 
 
 def by_length(ttft_s: Sequence[float | None]) -> list[float]:

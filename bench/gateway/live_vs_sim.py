@@ -19,12 +19,12 @@ from bench.measurement import ROOT, Failed, Row, show
 from kvroute.planner.comparison.requests import Workload
 from kvroute.testbed.live import (
     Comparison,
-    Question,
+    LiveComparisonSpec,
     embedded,
     observed,
     playable,
-    played,
     predict,
+    send_trace,
 )
 from kvroute.types import InputError
 
@@ -37,22 +37,22 @@ SHOWN_PARTS = ("prefill", "transfer")
 """Parts of TTFT with rows; the text has the others, which take milliseconds."""
 
 
-def compared(question: Question) -> Comparison:
+def compared(live_spec: LiveComparisonSpec) -> Comparison:
     """Return both results of one policy.
 
     Raises:
         Failed: the gateway did not start, or sent no response.
     """
     try:
-        with embedded(question) as starting:
-            predicted, served = predict(question), starting()
-            answers, _ = played(served, question.trace)
+        with embedded(live_spec) as starting:
+            predicted, served = predict(live_spec), starting()
+            answers, _ = send_trace(served, live_spec.trace)
             live = observed(answers, served.page("/metrics").decode())
     except InputError as error:
         raise Failed(str(error)) from None
     if not live.answered:
-        raise Failed(f"no answer under {question.policy}: {live.errors[0] if live.errors else 'no request'}")
-    return Comparison(question.policy, live, predicted)
+        raise Failed(f"no answer under {live_spec.policy}: {live.errors[0] if live.errors else 'no request'}")
+    return Comparison(live_spec.policy, live, predicted)
 
 
 def rows(comparisons: Sequence[Comparison]) -> list[Row]:
@@ -114,7 +114,7 @@ def main() -> None:
     trace = playable(workload.of_seed(given.seed), OUTPUT_MAX)
     try:
         comparisons = [
-            compared(Question(given.cluster, trace, policy, given.prefill, given.seed))
+            compared(LiveComparisonSpec(given.cluster, trace, policy, given.prefill, given.seed))
             for policy in given.policy or POLICIES
         ]
     except Failed as failed:

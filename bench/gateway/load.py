@@ -21,7 +21,7 @@ import uvloop
 from bench.gateway.mock_worker import MODEL
 from bench.gateway.program import session_cpu_s
 
-from kvroute.load import Client
+from kvroute.load import LoadClient
 
 CHAT = "/v1/chat/completions"
 WARMUP_S = 1.0
@@ -86,7 +86,7 @@ def _words(draw: random.Random, size: int) -> str:
 class Loop:
     """The load of one connection."""
 
-    def __init__(self, client: Client, plan: Plan, requests: Sequence[bytes], number: int) -> None:
+    def __init__(self, client: LoadClient, plan: Plan, requests: Sequence[bytes], number: int) -> None:
         self._client, self._plan, self._requests, self._number = client, plan, requests, number
         self._tally, self._written_ns, self._first = Tally(), 0, False
 
@@ -134,7 +134,7 @@ class Loop:
 
 async def measure(url: str, plan: Plan, weigh: Sequence[int]) -> dict[str, object]:
     """Return the figures of one load, with times in microseconds."""
-    client, requests = Client(url), bodies(plan)
+    client, requests = LoadClient(url), bodies(plan)
     loops = [Loop(client, plan, requests, number) for number in range(plan.connections)]
     await _together(loops, Tally(), WARMUP_S)
     tally = Tally()

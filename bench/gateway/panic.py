@@ -18,7 +18,7 @@ import aiohttp
 import uvloop
 from bench.measurement import Row, show
 
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
 from kvroute.serve.assembly import Deployment, Gateway
 from kvroute.topology import parse
 
@@ -78,7 +78,7 @@ async def _checks(session: aiohttp.ClientSession, fleet: EmulatedCluster, share:
 async def play(panic: float, fail_s: float, rate_per_s: float) -> Seen:
     """Run the load once."""
     text, statuses = CLUSTER.replace("PANIC", str(panic)), Counter[int]()
-    async with EmulatedCluster(parse(text), EmulatedClusterSettings()) as fleet:
+    async with EmulatedCluster(parse(text), EmulatedClusterSpec()) as fleet:
         gateway = Gateway(Deployment.of(text, "panic.yaml", endpoints=fleet.ready().instances), seed=1)
         await gateway.start()
         try:

@@ -22,7 +22,7 @@ import uvloop
 from bench.gateway.program import Program, served
 from bench.measurement import ROOT, Failed, Row, show
 
-from kvroute.load import Answer, TimedRequest, replay_trace
+from kvroute.load import ReplayedResponse, TimedRequest, replay_trace
 
 EXAMPLE = ROOT / "examples" / "small.yaml"
 MARKER = "POISON"
@@ -98,7 +98,7 @@ async def run(mix: Mix) -> Outcome:
     return Outcome(mix, counts[False], counts[True], openings)
 
 
-def _status(answer: Answer, mix: Mix) -> int:
+def _status(answer: ReplayedResponse, mix: Mix) -> int:
     if answer.status == 200 and mix.stream:
         return 200 if answer.ok else 0
     return answer.status or 0

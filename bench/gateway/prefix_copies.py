@@ -24,7 +24,7 @@ from bench.measurement import Failed, Row, show
 
 from kvroute import topology
 from kvroute.sim.workload import Trace, TracedRequest
-from kvroute.testbed.live import Comparison, Question, playable
+from kvroute.testbed.live import Comparison, LiveComparisonSpec, playable
 
 Mode = Literal["computed", "copied"]
 MODES: tuple[Mode, ...] = ("computed", "copied")
@@ -70,9 +70,9 @@ def trace_of(course: Course) -> Trace:
 def compared(course: Course, mode: Mode, folder: Path) -> Comparison:
     """Compare one mode, live and predicted. Raises Failed if the gateway did not start, if a response is missing, or if
     the number of copied prefixes differs from the number of pairs."""
-    question = Question(file_of(course, mode, folder), trace_of(course), "netkv", "cache-aware", 0)
-    comparison, page = lone_prompts.compared(question, mode)
-    due = len(question.trace.requests) // 2 if mode == "copied" else 0
+    live_spec = LiveComparisonSpec(file_of(course, mode, folder), trace_of(course), "netkv", "cache-aware", 0)
+    comparison, page = lone_prompts.compared(live_spec, mode)
+    due = len(live_spec.trace.requests) // 2 if mode == "copied" else 0
     landed = [line for line in page.splitlines() if line.startswith('kvroute_copies_total{outcome="landed"}')]
     if sum(float(line.rpartition(" ")[2]) for line in landed) != due:
         raise Failed(f"{mode}: {'; '.join(landed) or 'no prefix was copied'}, and {due} pairs were sent")

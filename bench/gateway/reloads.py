@@ -24,7 +24,7 @@ from bench.gateway.load import Loop, Plan, Tally, bodies
 from bench.gateway.program import Program
 from bench.measurement import Failed, Row, show
 
-from kvroute.load import Client
+from kvroute.load import LoadClient
 from kvroute.types import InputError
 
 CLUSTER = """\
@@ -103,7 +103,7 @@ def course_of(course: Course) -> Outcome:
 
 async def _drive(program: Program, url: str, admin: str, course: Course) -> Outcome:
     plan = Plan(connections=course.connections, stream_tokens=course.stream_tokens, prompt_chars=course.prompt_chars)
-    client, tally, requests = Client(url), Tally(), bodies(plan)
+    client, tally, requests = LoadClient(url), Tally(), bodies(plan)
     began = time.monotonic()
     load = [
         asyncio.create_task(Loop(client, plan, requests, number).run(tally, float("inf")))

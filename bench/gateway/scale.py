@@ -27,7 +27,7 @@ from bench.gateway.mock_worker import MODEL
 from bench.gateway.program import Program, free_ports
 from bench.measurement import Failed, Row, show
 
-from kvroute.load import Answer, TimedRequest, replay_trace
+from kvroute.load import ReplayedResponse, TimedRequest, replay_trace
 from kvroute.topology import ClusterFile, TimingEntry
 from kvroute.topology.schema import DecodeEntry, EndpointEntry, InstanceEntry, LinearPrefillEntry
 from kvroute_engine.files.units import Duration
@@ -81,7 +81,7 @@ class Seen:
     """Results of a run."""
 
     load: Load
-    answers: list[Answer]
+    answers: list[ReplayedResponse]
     decisions: dict[str, dict[float, float]]
     """Count of decisions by kind and upper bound in seconds; cumulative as on the metrics page."""
     idle_share: float

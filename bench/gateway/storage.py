@@ -27,7 +27,7 @@ from bench.measurement import ROOT, Failed, Row, show
 
 from kvroute.control import ControlSpec
 from kvroute.sim.run import simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import Loop, Trace, TracedRequest
 from kvroute.topology import load
 
@@ -108,7 +108,7 @@ def predicted(file: Path, agents: int, turns: int) -> float:
     think_s = tuple(THINK_S if earlier else 0.0 for earlier in after)
     trace = Trace("agents", tuple(requests), loop=Loop(tuple(after), think_s, (math.inf,) * len(requests)))
     spec = ControlSpec(decode="foresight", prefill="cache-aware")
-    ended_s = simulate(load(file), trace, spec, SimSettings()).outcomes.finished_s
+    ended_s = simulate(load(file), trace, spec, SimSpec()).outcomes.finished_s
     return float(agents * turns / (ended_s.max() - ended_s[:agents].max()))
 
 

@@ -28,7 +28,7 @@ from bench.gateway.program import Program, served
 from bench.measurement import ROOT, Failed, Row, show
 
 from kvroute import topology
-from kvroute.load import Answer, TimedRequest, replay_trace
+from kvroute.load import ReplayedResponse, TimedRequest, replay_trace
 from kvroute.topology.schema import PiecewisePrefillEntry
 from kvroute_engine.files.units import Bandwidth, Duration
 
@@ -160,10 +160,10 @@ async def run(course: Course) -> Outcome:
         with Program(command, name="kvroute") as program:
             addresses = await served(ready, program)
             async with aiohttp.ClientSession() as session:
-                return await _played(course, addresses["url"], addresses["admin"], session)
+                return await _run_course(course, addresses["url"], addresses["admin"], session)
 
 
-async def _played(course: Course, url: str, admin: str, session: aiohttp.ClientSession) -> Outcome:
+async def _run_course(course: Course, url: str, admin: str, session: aiohttp.ClientSession) -> Outcome:
     plays = list(requests(course))
     samples: list[dict[str, float]] = []
     async with asyncio.TaskGroup() as group:
@@ -258,11 +258,11 @@ def _away_share(first: dict[str, float], last: dict[str, float]) -> float:
     return made.get("prefill-site", 0.0) / max(sum(made.values()), 1.0)
 
 
-def _whole(answer: Answer) -> bool:
+def _whole(answer: ReplayedResponse) -> bool:
     return answer.ok and len(answer.token_s) == TOKENS
 
 
-def _median_s(answers: Sequence[Answer], start_s: float, end_s: float) -> float:
+def _median_s(answers: Sequence[ReplayedResponse], start_s: float, end_s: float) -> float:
     """Return the median TTFT of requests due in an interval; lost ones count as infinite."""
     times = [
         answer.ttft_s if answer.ttft_s is not None else math.inf
@@ -272,7 +272,7 @@ def _median_s(answers: Sequence[Answer], start_s: float, end_s: float) -> float:
     return statistics.median(times) if times else math.inf
 
 
-def _recovered_s(course: Course, answers: Sequence[Answer], before_s: float) -> float | None:
+def _recovered_s(course: Course, answers: Sequence[ReplayedResponse], before_s: float) -> float | None:
     for answer in answers:
         since_s = answer.due_s - course.restored_at_s
         whole_group = answer.due_s + course.group_s <= course.end_s

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from kvroute.kube.api.client import Access
-from kvroute.kube.discovery.engines import DiscoveryOptions, KubernetesDiscovery
+from kvroute.kube.discovery.engines import DiscoverySpec, KubernetesDiscovery
 from kvroute.types import Discovered
 
 
@@ -54,7 +54,7 @@ async def follow(url: str, pods: int, folder: Path) -> None:
             for name in changed:
                 tell(pod=name.removeprefix("llm."), at_s=now_s)
 
-    running = asyncio.create_task(KubernetesDiscovery(Access(config), DiscoveryOptions()).run(report))
+    running = asyncio.create_task(KubernetesDiscovery(Access(config), DiscoverySpec()).run(report))
     while await asyncio.to_thread(sys.stdin.readline):
         tell(cpu_s=time.process_time(), rss_mb=rss_mb())
     running.cancel()

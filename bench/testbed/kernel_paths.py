@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from kvroute.testbed import Testbed
 from kvroute.testbed.namespaces import run
-from kvroute.testbed.wiring import End, Host
+from kvroute.testbed.wiring import Host, LinkDevice
 
 
 class KernelPaths:
@@ -15,7 +15,7 @@ class KernelPaths:
 
     def __init__(self, testbed: Testbed) -> None:
         self._testbed = testbed
-        self._ends: dict[int, End] = {end.link: end for end in testbed.wiring.ends}
+        self._ends: dict[int, LinkDevice] = {end.link: end for end in testbed.wiring.ends}
         self._opposite = {
             here.link: there
             for cable in testbed.wiring.cables

@@ -24,8 +24,8 @@ import numpy as np
 from bench.measurement import ROOT, Failed, Row, fresh, show
 
 from kvroute.planner.comparison.requests import Workload
-from kvroute.testbed import Build, Run, namespaces
-from kvroute.testbed.live import Half, Question, playable
+from kvroute.testbed import Build, NamedTestbed, namespaces
+from kvroute.testbed.live import Half, LiveComparisonSpec, playable
 from kvroute.testbed.namespaces import Unavailable
 from kvroute.testbed.queues import Discipline
 from kvroute.testbed.rounds import POLICIES, Round, course, predict
@@ -57,15 +57,15 @@ def trial(given: argparse.Namespace) -> list[Round]:
     trace = playable(workload.of_seed(given.seed), given.output_max)
     build = Build(queues=given.queues, seed=given.seed)
     first = given.seed % len(POLICIES)
-    with course(Run(f"p{os.getpid() % 10**7}"), READINGS[given.reading], build) as up:
+    with course(NamedTestbed(f"p{os.getpid() % 10**7}"), READINGS[given.reading], build) as up:
         rounds = {name: up.play(name, PREFILL, trace) for name in (*POLICIES[first:], *POLICIES[:first])}
-    questions = [Question(READINGS[given.reading], trace, name, PREFILL, given.seed) for name in POLICIES]
-    return [msgspec.structs.replace(rounds[each.policy], simulated=simulated(each)) for each in questions]
+    live_specs = [LiveComparisonSpec(READINGS[given.reading], trace, name, PREFILL, given.seed) for name in POLICIES]
+    return [msgspec.structs.replace(rounds[each.policy], simulated=simulated(each)) for each in live_specs]
 
 
-def simulated(question: Question) -> Half:
+def simulated(live_spec: LiveComparisonSpec) -> Half:
     """Return the mean over several random uplink choices; with few uplinks, the kernel's choice has a large effect."""
-    drawn = [predict(replace(question, seed=question.seed + 1000 * k), Build().background) for k in range(DRAWS)]
+    drawn = [predict(replace(live_spec, seed=live_spec.seed + 1000 * k), Build().background) for k in range(DRAWS)]
 
     def mean(values: Iterable[float | None]) -> float:
         return statistics.mean(value for value in values if value is not None)

@@ -2,7 +2,7 @@
 
 `python -m bench.testbed.transfers` (root). A child process builds one testbed and sends transfers between its hosts.
 Sizes are log-normal and starts are Poisson; each uses a fresh connection opened by the receiver, as engines do. Each is
-compared with two predictions. `played` is the fluid model over all transfers with their true starts and paths.
+compared with two predictions. `simulated` is the fluid model over all transfers with their true starts and paths.
 `foreseen` is the what-if at the start of the transfer, which includes running transfers but no later ones.
 """
 
@@ -31,7 +31,7 @@ from bench.testbed.kernel_paths import KernelPaths
 
 from kvroute import topology
 from kvroute.flows import FlowNetwork, slow_start_s
-from kvroute.testbed import Build, Run, Testbed, namespaces
+from kvroute.testbed import Build, NamedTestbed, Testbed, namespaces
 from kvroute.testbed.namespaces import Unavailable, inside
 from kvroute.testbed.processes import cpu_s
 from kvroute.testbed.queues import Discipline
@@ -67,10 +67,10 @@ class Transfer:
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of one testbed's transfers; an error is predicted over measured duration, minus 1."""
 
-    played: list[float]
+    simulated: list[float]
     foreseen: list[float]
     without_slow_start: list[float]
-    """Like `played`, with connections that start at full speed."""
+    """Like `simulated`, with connections that start at full speed."""
     nbytes: list[int]
     took_s: list[float]
     lost: int
@@ -155,7 +155,7 @@ def network_of(testbed: Testbed) -> FlowNetwork:
 
 
 def predicted(testbed: Testbed, sent: Sequence[Transfer], *, slow_start: bool) -> list[tuple[float, float]]:
-    """Return (played, foreseen) seconds of each transfer. Its flow starts 1.5 round trips (connection, order)
+    """Return (simulated, foreseen) seconds of each transfer. Its flow starts 1.5 round trips (connection, order)
     plus the delay of slow start after the receiver's request, and arrives half a round trip after it was sent."""
     network = network_of(testbed)
     capacity, ends, foreseen_s = network.capacity_bytes_per_s, {}, []
@@ -202,7 +202,7 @@ def trial(given: argparse.Namespace) -> Figures:
     cluster = topology.load(given.cluster)
     background = (0.0, *(given.background,) * (TIER_COUNT - 1))
     build = Build(scale=given.scale, queues=given.queues, background=background, seed=given.seed)
-    testbed = Testbed(Run(f"b{os.getpid() % 10**7}"), cluster, build)
+    testbed = Testbed(NamedTestbed(f"b{os.getpid() % 10**7}"), cluster, build)
     testbed.check()
     try:
         testbed.lay()
@@ -219,7 +219,7 @@ def trial(given: argparse.Namespace) -> Figures:
     finally:
         testbed.remove()
     return Figures(
-        played=[predicted_s / took - 1 for (predicted_s, _), took in zip(both, real, strict=True)],
+        simulated=[predicted_s / took - 1 for (predicted_s, _), took in zip(both, real, strict=True)],
         foreseen=[predicted_s / took - 1 for (_, predicted_s), took in zip(both, real, strict=True)],
         without_slow_start=[predicted_s / took - 1 for (predicted_s, _), took in zip(plain, real, strict=True)],
         nbytes=[transfer.nbytes for transfer in done],
@@ -265,7 +265,7 @@ def rows(name: str, figures: Sequence[Figures], target: float | None) -> list[Ro
     machine = statistics.mean(one.machine_share for one in figures)
     note = f"; {lost} did not end; the testbed used {cpu:.0%} of the cores, the whole machine {machine:.0%}"
     return [
-        row(f"{name}, played through", [error for one in figures for error in one.played], target, note),
+        row(f"{name}, simulated", [error for one in figures for error in one.simulated], target, note),
         row(f"{name}, foreseen at the start", [error for one in figures for error in one.foreseen], None),
         row(f"{name}, without slow start", [error for one in figures for error in one.without_slow_start], None),
     ]

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from bench.wan.network import LEFT, Network
 
-from kvroute_engine.connector.blocks import ByteArray, HostRegion, Layout
-from kvroute_engine.connector.options import Options
-from kvroute_engine.connector.transfer.client import Client, Result
-from kvroute_engine.connector.transfer.pool import Peer
-from kvroute_engine.connector.transfer.server import Server
-from kvroute_engine.connector.transfer.transfer_lanes import Transfer
+from kvroute_engine.connector.blocks import BlockLayout, ByteArray, HostRegion
+from kvroute_engine.connector.options import ConnectorSettings
+from kvroute_engine.connector.transfer.client import Result, TransferClient
+from kvroute_engine.connector.transfer.pool import PeerServer
+from kvroute_engine.connector.transfer.server import TransferServer
+from kvroute_engine.connector.transfer.transfer_lanes import BlockTransfer
 
 LAYERS = 32
 BLOCK_BYTES = 32 << 10
@@ -28,9 +28,9 @@ class Ends:
     """A prefill instance's server on the left, and a decode instance's client on the right."""
 
     network: Network
-    server: Server
-    client: Client
-    peer: Peer
+    server: TransferServer
+    client: TransferClient
+    peer: PeerServer
     source: ByteArray
     target: ByteArray
 
@@ -49,7 +49,7 @@ class Ends:
         with self.network.right():
             began = time.monotonic()
             blocks = tuple(range(self.blocks))
-            self.client.start(Transfer("d", self.peer, name, 0, blocks, wait_s=wait_s))
+            self.client.start(BlockTransfer("d", self.peer, name, 0, blocks, wait_s=wait_s))
         return began
 
     def wait(self) -> Result:
@@ -67,13 +67,13 @@ def ends(network: Network, nbytes: int, connections: int, control: str = "") -> 
     blocks = max(nbytes // (LAYERS * BLOCK_BYTES), 1)
     source = np.random.default_rng(1).integers(0, 256, (LAYERS, blocks * BLOCK_BYTES), np.uint8)
     target: ByteArray = np.zeros_like(source)
-    layout = Layout(model="wan", dtype="bfloat16", block_tokens=16, region_bytes=(BLOCK_BYTES,) * LAYERS)
-    options = Options(host=LEFT, token="bench", connections=connections, congestion_control=control)
+    layout = BlockLayout(model="wan", dtype="bfloat16", block_tokens=16, region_bytes=(BLOCK_BYTES,) * LAYERS)
+    options = ConnectorSettings(host=LEFT, token="bench", connections=connections, congestion_control=control)
     with network.left():
-        server = Server([HostRegion.of(layer, BLOCK_BYTES, BLOCK_BYTES) for layer in source], layout, options)
-    client = Client([HostRegion.of(layer, BLOCK_BYTES, BLOCK_BYTES) for layer in target], layout, options)
+        server = TransferServer([HostRegion.of(layer, BLOCK_BYTES, BLOCK_BYTES) for layer in source], layout, options)
+    client = TransferClient([HostRegion.of(layer, BLOCK_BYTES, BLOCK_BYTES) for layer in target], layout, options)
     try:
-        yield Ends(network, server, client, Peer(*server.address, "prefill0"), source, target)
+        yield Ends(network, server, client, PeerServer(*server.address, "prefill0"), source, target)
     finally:
         client.close()
         server.close()

@@ -1,4 +1,4 @@
-"""`alone`: its cells, the policies that it compares, and its verdicts."""
+"""`aggregated`: its cells, the policies that it compares, and its verdicts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from kvroute.planner.comparison.cells import Cell, Record
 from kvroute_engine.files.units import bandwidth_bytes_per_s
-from kvroute_studies.aggregated.cases import ALONE_CASES, AloneCase, queues
+from kvroute_studies.aggregated.cases import AGGREGATED_CASES, AggregatedCase, queues
 from kvroute_studies.aggregated.network_cases import (
     NETWORK_CASES,
     network_cluster,
@@ -18,10 +18,10 @@ from kvroute_studies.aggregated.network_cases import (
 )
 from kvroute_studies.aggregated.run import (
     AGGREGATED,
-    ALONE,
     BASELINES,
     BOUNDED,
     CHOICE,
+    EXPERIMENT,
     PAIRS,
     play,
     run_cell,
@@ -33,15 +33,15 @@ NETWORK = next(name for name, case in NETWORK_CASES.items() if (case.racks, case
 
 
 def cell(policy: str, seed: int = 0, profile: str = SHORT) -> Cell:
-    return Cell(experiment=ALONE.name, reading="paper", profile=profile, settings={}, policy=policy, seed=seed)
+    return Cell(experiment=EXPERIMENT.name, reading="paper", profile=profile, settings={}, policy=policy, seed=seed)
 
 
 def test_cells_have_their_own_names_in_three_sets() -> None:
-    sets = {name.split("/")[0] for name in ALONE_CASES}
+    sets = {name.split("/")[0] for name in AGGREGATED_CASES}
     assert sets == {"network", "queue", "matrix"}
-    for name, one in ALONE_CASES.items():
-        assert one.case.name == name.removeprefix("matrix/") if isinstance(one, AloneCase) else one.name == name
-    assert all(queues(name) for name in ALONE_CASES if not name.startswith("matrix/"))
+    for name, one in AGGREGATED_CASES.items():
+        assert one.case.name == name.removeprefix("matrix/") if isinstance(one, AggregatedCase) else one.name == name
+    assert all(queues(name) for name in AGGREGATED_CASES if not name.startswith("matrix/"))
     assert not queues("matrix/realistic/pure delay")
     assert queues("matrix/paper/FIFO load=1")
 
@@ -104,14 +104,14 @@ def test_a_network_cell_has_poisson_arrivals_at_its_load() -> None:
 @pytest.fixture(scope="module")
 def records() -> dict[str, Record]:
     """One seed of a short cell, by policy."""
-    return {policy: run_cell(cell(policy)) for policy in ALONE.policies}
+    return {policy: run_cell(cell(policy)) for policy in EXPERIMENT.policies}
 
 
 def test_all_policies_get_the_same_requests_on_the_same_instances(records: dict[str, Record]) -> None:
     assert len({record.summary.measured for record in records.values()}) == 1
-    assert records[PAIRS].figures["alone_share"] == 0.0
-    assert records[AGGREGATED].figures["alone_share"] == 1.0
-    assert all(0.0 < records[name].figures["alone_share"] < 1.0 for name in (CHOICE, BOUNDED))
+    assert records[PAIRS].figures["aggregated_share"] == 0.0
+    assert records[AGGREGATED].figures["aggregated_share"] == 1.0
+    assert all(0.0 < records[name].figures["aggregated_share"] < 1.0 for name in (CHOICE, BOUNDED))
     assert records[AGGREGATED].summary.kv_bytes == 0.0
 
 
@@ -122,11 +122,11 @@ def test_the_choice_is_faster_than_pairs_and_than_the_bounded_choice(records: di
 
 def test_a_cell_changes_roles_chunks_and_outputs() -> None:
     name = "queue/realistic/8 prefill load=0.5"
-    run, _ = play(ALONE_CASES[name], cell(PAIRS, profile=name))
+    run, _ = play(AGGREGATED_CASES[name], cell(PAIRS, profile=name))
     assert len(set(run.outcomes.source.tolist())) > 4
-    plain = ALONE_CASES["queue/realistic/load=1"]
+    plain = AGGREGATED_CASES["queue/realistic/load=1"]
     short, _ = play(plain, cell(PAIRS))
-    long, _ = play(ALONE_CASES["queue/realistic/outputs x4 load=1"], cell(PAIRS))
+    long, _ = play(AGGREGATED_CASES["queue/realistic/outputs x4 load=1"], cell(PAIRS))
     assert long.outcomes.output_tokens.tolist() == [4 * tokens for tokens in short.outcomes.output_tokens.tolist()]
 
 
@@ -137,7 +137,7 @@ def made(records: dict[str, Record], response_s: dict[str, list[float]], profile
             records[policy],
             cell=cell(policy, seed, profile),
             key=cell(policy, seed, profile).key,
-            figures={"response_s": seconds, "alone_share": 0.5, "rejected": 1.0},
+            figures={"response_s": seconds, "aggregated_share": 0.5, "rejected": 1.0},
         )
         for policy, values in response_s.items()
         for seed, seconds in enumerate(values)
@@ -174,7 +174,7 @@ def test_a_cell_without_one_of_the_policies_is_not_judged(records: dict[str, Rec
 
 
 def test_first_tokens_are_compared_with_pairs_and_the_bounded_choice(records: dict[str, Record]) -> None:
-    some = made(records, {name: [1.0] for name in ALONE.policies})
+    some = made(records, {name: [1.0] for name in EXPERIMENT.policies})
     late = [
         msgspec.structs.replace(
             record,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvroute.planner.comparison.cells import Cell, Record
-from kvroute.sim.metrics import Counts, Spread, Summary, TtftParts
+from kvroute.sim.metrics import RequestCounts, Spread, Summary, TtftParts
 from kvroute.types import InputError
 from kvroute_studies.shared.cells import Experiment
 from kvroute_studies.shared.family import plain_family, run_family
@@ -31,7 +31,7 @@ def run_cell(cell: Cell) -> Record:
     summary = Summary(
         policy=cell.policy,
         seed=cell.seed,
-        requests=Counts(arrived=1, finished=1, rejected=0, in_flight=0),
+        requests=RequestCounts(arrived=1, finished=1, rejected=0, in_flight=0),
         measured=1,
         ttft_s=Spread(mean=(cell.settings["load"] + 0.01 * cell.seed) * (1 if cell.policy == "fast" else 2)),
         ttft_parts_s=TtftParts(),

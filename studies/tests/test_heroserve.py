@@ -10,7 +10,15 @@ from typer.testing import CliRunner
 from kvroute.cli.app import app
 from kvroute.planner.comparison.cells import Cell, Record
 from kvroute_studies.heroserve.results import online_findings, online_grid, ratio, write_online
-from kvroute_studies.heroserve.run import AGGREGATION, ONLINE, RINGS, STALE, Unit, run_cell, ways_of
+from kvroute_studies.heroserve.run import (
+    AGGREGATION,
+    ONLINE,
+    RINGS,
+    STALE,
+    Unit,
+    priced_options_of,
+    run_cell,
+)
 from kvroute_studies.shared.cells import cells
 
 
@@ -36,7 +44,7 @@ def test_ring_and_aggregation_put_their_bytes_on_the_links() -> None:
 
 
 def test_groups_span_the_given_servers() -> None:
-    for choices in ways_of(Unit(), 8, 3):
+    for choices in priced_options_of(Unit(), 8, 3):
         assert [way.option.name for way in choices] == [
             "hierarchical-ring 0",
             "hierarchical-ring 1",

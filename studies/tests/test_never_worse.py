@@ -15,7 +15,7 @@ from kvroute.control import ControlSpec, LogHeader
 from kvroute.control.log import EventLog, read_log
 from kvroute.planner.comparison.cells import Cell, encode
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import Background, SimSettings
+from kvroute.sim.settings import Background, SimSpec
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import InstanceCounts, build, fat_tree
 from kvroute.types import CongestionMeasured, InputError
@@ -130,7 +130,7 @@ def test_a_falsified_oracle_reports_the_configured_values(tmp_path: Path) -> Non
     falsified, transfer_s = (0.0, 0.25, 0.0, 0.5, 0.0), []
     for number, reported in enumerate((None, falsified)):
         path, spec = tmp_path / f"{number}.log", ControlSpec()
-        settings = SimSettings(background=Background.uniform(0.4), reported=reported)
+        settings = SimSpec(background=Background.uniform(0.4), reported=reported)
         with EventLog(path, LogHeader(cluster="", spec=spec)) as log:
             transfer_s.append(simulate(cluster, trace, spec, settings, log=log).summary.transfer_s.mean)
         received = [each.event for each in read_log(path)[1] if isinstance(each.event, CongestionMeasured)]
@@ -138,7 +138,7 @@ def test_a_falsified_oracle_reports_the_configured_values(tmp_path: Path) -> Non
         assert {each.per_tier for each in received} == {reported or (0.0, 0.4, 0.4, 0.4, 0.4)}
     assert transfer_s[0] == transfer_s[1]
     with pytest.raises(InputError, match="reported"):
-        SimSettings(reported=(0.5,))
+        SimSpec(reported=(0.5,))
 
 
 def test_missing_traces_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def small() -> tuple[list[int], Play]:
     )
 
     def simulate_spec(spec: ControlSpec) -> Run:
-        return simulate(cluster, Trace("six", requests), spec, SimSettings(prefill_queueing=False))
+        return simulate(cluster, Trace("six", requests), spec, SimSpec(prefill_queueing=False))
 
     return [index for index, one in enumerate(cluster.instances) if one.role == "decode"], simulate_spec
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import gmean, sem
 
 from kvroute.planner.comparison.cells import Cell, Record
-from kvroute.sim.metrics import Counts, Spread, Summary, TtftParts
+from kvroute.sim.metrics import RequestCounts, Spread, Summary, TtftParts
 from kvroute.types import InputError
 from kvroute_studies.never_worse.findings import geometric_mean, losses, matrix_findings, p99_s, pair, terms
 from kvroute_studies.never_worse.page import verdict, write_never_worse
@@ -36,7 +36,7 @@ def record(case: str, policy: str, seed: int, ttft_s: float, sweep: str = MATRIX
     summary = Summary(
         policy=policy,
         seed=seed,
-        requests=Counts(arrived=1, finished=1, rejected=0, in_flight=0),
+        requests=RequestCounts(arrived=1, finished=1, rejected=0, in_flight=0),
         measured=1,
         ttft_s=Spread(mean=ttft_s, p99=2 * ttft_s),
         ttft_parts_s=TtftParts(),
@@ -217,7 +217,7 @@ def test_rejections_are_shown_with_the_times() -> None:
 
 def with_rejections(each: Record, rejected: int) -> Record:
     """Return the same run with ten requests, of which this number is rejected for lack of room."""
-    counts = Counts(arrived=10, finished=10 - rejected, rejected=rejected, in_flight=0)
+    counts = RequestCounts(arrived=10, finished=10 - rejected, rejected=rejected, in_flight=0)
     return msgspec.structs.replace(each, summary=msgspec.structs.replace(each.summary, requests=counts))
 
 

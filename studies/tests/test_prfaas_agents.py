@@ -16,11 +16,11 @@ from kvroute.types import InputError
 from kvroute_studies.prfaas.agents import (
     END_S,
     FROM_S,
-    Crowd,
+    UserGroup,
     agent_lengths,
     answer_tokens,
     cycle_s,
-    played,
+    trace_of_groups,
     users_for,
 )
 from kvroute_studies.prfaas.burst import SCENARIOS, offload_of, requests_of, static
@@ -121,15 +121,15 @@ def test_additional_users_do_not_change_the_sessions_of_existing_users(study: Pr
     """When the load doubles, the usual users play the same sessions from the same times as in the calm scenario; a
     repeated session does not share blocks with its first run."""
     recorded = sessions(study)
-    usual, more = Crowd(5, 0.0, 50.0, 400.0), Crowd(5, 100.0, 0.0, 200.0)
-    calm = played(recorded, (usual,), 3, places=10)
-    busy = played(recorded, (usual, more), 3, places=10)
+    usual, more = UserGroup(5, 0.0, 50.0, 400.0), UserGroup(5, 100.0, 0.0, 200.0)
+    calm = trace_of_groups(recorded, (usual,), 3, places=10)
+    busy = trace_of_groups(recorded, (usual, more), 3, places=10)
     assert at_places(calm).items() <= at_places(busy).items()
     added = set(at_places(busy)) - set(at_places(calm))
     assert added
     assert all(100.0 <= request.at_s <= 200.0 for request in busy.requests if request.blocks[0] in added)
-    assert played(recorded, (usual,), 4, places=10) != calm
-    whole = played(recorded, (Crowd(9, 0.0, 0.0, 1_000.0),), 0, places=9)
+    assert trace_of_groups(recorded, (usual,), 4, places=10) != calm
+    whole = trace_of_groups(recorded, (UserGroup(9, 0.0, 0.0, 1_000.0),), 0, places=9)
     assert len({request.blocks[0] for request in whole.requests}) > len(recorded.sessions)
     assert all(request.at_s <= 1_000.0 for request in whole.requests)
 

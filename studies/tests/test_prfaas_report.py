@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvroute.planner.comparison.cells import Cell, Record
-from kvroute.sim.metrics import Counts, Spread, Summary, TtftParts
+from kvroute.sim.metrics import RequestCounts, Spread, Summary, TtftParts
 from kvroute.types import InputError
 from kvroute_studies.prfaas.burst import DUAL, static
 from kvroute_studies.prfaas.findings import (
@@ -26,7 +26,7 @@ from kvroute_studies.prfaas.queue import AGENTS
 from kvroute_studies.prfaas.run import BURST, CASE_STUDY
 from kvroute_studies.prfaas.tables import prfaas_grids
 from kvroute_studies.shared.cells import cells
-from kvroute_studies.shared.findings import Finding
+from kvroute_studies.shared.findings import ExpectationFinding
 
 PLANNED = static(19_600)
 GOODPUT = {
@@ -44,7 +44,7 @@ def summary(policy: str, seed: int, goodput_per_s: float, ttft_s: float) -> Summ
     return Summary(
         policy=policy,
         seed=seed,
-        requests=Counts(arrived=1, finished=1, rejected=0, in_flight=0),
+        requests=RequestCounts(arrived=1, finished=1, rejected=0, in_flight=0),
         measured=1,
         ttft_s=Spread(mean=ttft_s, p50=ttft_s, p95=ttft_s, p99=ttft_s),
         ttft_parts_s=TtftParts(),
@@ -122,7 +122,7 @@ def loads() -> list[Record]:
     ]  # fmt: skip
 
 
-def named(findings: list[Finding], profile: str, text: str) -> Finding:
+def named(findings: list[ExpectationFinding], profile: str, text: str) -> ExpectationFinding:
     """Return the one finding of a profile whose claim contains this text."""
     (one,) = [each for each in findings if each.profile == profile and text in each.claim]
     return one

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.planner.comparison.cells import Cell, Record, encode
-from kvroute.sim.metrics import Counts, Spread, Summary, TtftParts
+from kvroute.sim.metrics import RequestCounts, Spread, Summary, TtftParts
 from kvroute.types import InputError
 from kvroute_studies.shared.provenance import code_of
 from kvroute_studies.shared.runner import finished, run_cells
@@ -29,7 +29,7 @@ def record_of(cell: Cell) -> Record:
     summary = Summary(
         policy=cell.policy,
         seed=cell.seed,
-        requests=Counts(arrived=1, finished=1, rejected=0, in_flight=0),
+        requests=RequestCounts(arrived=1, finished=1, rejected=0, in_flight=0),
         measured=1,
         ttft_s=Spread(mean=cell.settings["load"] + cell.seed),
         ttft_parts_s=TtftParts(),

@@ -42,7 +42,7 @@ WRONG = [
     ("experiment nothing", "there is no experiment 'nothing'"),
     ("experiment netkv-load --reading x", "--reading: there is no reading 'x'"),
     ("experiment netkv-load --profile x", "--profile: there is no profile 'x'"),
-    ("experiment alone --profile network/999", "there is no profile 'network/999'; choose among 2"),
+    ("experiment aggregated --profile network/999", "there is no profile 'network/999'; choose among 2"),
     ("experiment netkv-load --cell rag,netkv", "write profile,load,policy"),
     ("experiment netkv-load --cell rag,x,netkv", "an axis value that is not a number"),
     ("experiment netkv-load --cell rag,nan,netkv", "netkv-load has no cell 'rag,nan,netkv'"),

@@ -58,7 +58,7 @@ def test_in_lock_step_the_joint_policy_chooses_pairs_only(kvroute: Kvroute, tmp_
     ended = kvroute("simulate", wide, *options, "--lock-step")
     assert ended.code == 0
     header, *records = map(json.loads, log.read_text().splitlines())
-    assert header["spec"]["parameters"] == {"alone": 0.0}
+    assert header["spec"]["parameters"] == {"aggregated": 0.0}
     decisions = [decision for record in records for decision in record["decisions"]]
     decodes = [decision for decision in decisions if decision["type"] == "decode"]
     assert len(decodes) == 50

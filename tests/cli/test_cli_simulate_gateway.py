@@ -22,11 +22,13 @@ def runs(ended: Ended) -> dict[str, Any]:
 
 
 def test_the_parameters_of_the_file_are_those_of_its_policy(kvroute: Kvroute) -> None:
-    """With `alone: 0` no request is served alone; the same requests without it are, in part."""
+    """With `aggregated: 0` no request is served alone; the same requests without it are, in part."""
     crowded = (*RUN, "--rate", "8", "--policy", "foresight-joint", "--json")
-    assert runs(kvroute("simulate", CLUSTER, *crowded))["foresight-joint"]["alone_share"] > 0.0
+    assert runs(kvroute("simulate", CLUSTER, *crowded))["foresight-joint"]["aggregated_share"] > 0.0
     assert (
-        runs(kvroute("simulate", file_with("{parameters: {alone: 0}}"), *crowded))["foresight-joint"]["alone_share"]
+        runs(kvroute("simulate", file_with("{parameters: {aggregated: 0}}"), *crowded))["foresight-joint"][
+            "aggregated_share"
+        ]
         == 0.0
     )
 
@@ -34,7 +36,7 @@ def test_the_parameters_of_the_file_are_those_of_its_policy(kvroute: Kvroute) ->
 @pytest.mark.parametrize(
     "section",
     [
-        "{parameters: {alone: 3}}",
+        "{parameters: {aggregated: 3}}",
         "{parameters: {elsewhere: 1}}",
         "{policy: netcv}",
         "{constraint: rak}",

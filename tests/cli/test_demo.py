@@ -23,7 +23,7 @@ from kvroute.control.log import EventLog, read_log
 from kvroute.planner.comparison.requests import Workload
 from kvroute.report.dashboard_page import dashboard_page
 from kvroute.sim.run import simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.testbed.live import PARTS, Comparison, Half, playable
 from kvroute.topology import load
@@ -261,7 +261,7 @@ def test_the_simulated_router_gets_transfer_measurements_if_configured(
     reported."""
     cluster, log = load(EXAMPLES / "small.yaml"), tmp_path / "run.log"
     trace = playable(Workload(generated_requests=20, rate_per_s=4.0, profile="chatbot").of_seed(1), 8)
-    assumed = SimSettings(telemetry="none", measures_transfers=measures_transfers, oracle_refresh_s=0.01)
+    assumed = SimSpec(telemetry="none", measures_transfers=measures_transfers, oracle_refresh_s=0.01)
     spec = ControlSpec(decode="foresight")
     with EventLog(log, LogHeader(cluster=LINES, spec=spec)) as records:
         run = simulate(cluster, trace, spec, assumed, seed=1, log=records)

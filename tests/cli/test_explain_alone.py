@@ -52,8 +52,8 @@ def explained(file: Path, *options: str) -> str:
     return ended.stdout
 
 
-def alone(file: Path) -> Any:
-    return json.loads(explained(file, "--json"))["decisions"][0]["alone"]
+def aggregated(file: Path) -> Any:
+    return json.loads(explained(file, "--json"))["decisions"][0]["aggregated"]
 
 
 ASKED = Request(id=1_000, input_tokens=3_000, max_output_tokens=10)
@@ -61,8 +61,8 @@ ASKED = Request(id=1_000, input_tokens=3_000, max_output_tokens=10)
 
 def test_a_pair_is_explained_with_the_instances_that_could_have_served_alone(tmp_path: Path) -> None:
     """Each with its price and the reason why it was excluded; the pair is the last one."""
-    file = log_of(tmp_path, ControlSpec(parameters={"alone": 1}, overcommit=True), ASKED, None)
-    found = alone(file)
+    file = log_of(tmp_path, ControlSpec(parameters={"aggregated": 1}, overcommit=True), ASKED, None)
+    found = aggregated(file)
     rows = {row["name"]: row for row in found["candidates"]}
     pair = found["candidates"][-1]["name"]
     assert list(rows) == [*DECODE, pair]
@@ -80,7 +80,7 @@ def test_a_pair_is_explained_with_the_instances_that_could_have_served_alone(tmp
 
 
 def test_prefill_instances_and_decode_instances_are_explained_together(tmp_path: Path) -> None:
-    found = alone(log_of(tmp_path, ControlSpec(overcommit=True), ASKED, ("prefill0", "decode0", "decode1")))
+    found = aggregated(log_of(tmp_path, ControlSpec(overcommit=True), ASKED, ("prefill0", "decode0", "decode1")))
     assert [row["name"] for row in found["candidates"]][:5] == [*DECODE, "prefill0", "prefill1"]
     assert {row["name"]: row["ruled_out"] for row in found["candidates"] if row["ruled_out"]} == {
         "decode1": "down",
@@ -92,12 +92,15 @@ def test_prefill_instances_and_decode_instances_are_explained_together(tmp_path:
 
 @pytest.mark.parametrize(
     ("parameters", "request_", "reason"),
-    [({"alone": 0}, ASKED, "alone: 0"), ({}, Request(id=1_000, input_tokens=10, adapter="any"), "LoRA adapter")],
+    [
+        ({"aggregated": 0}, ASKED, "aggregated: 0"),
+        ({}, Request(id=1_000, input_tokens=10, adapter="any"), "LoRA adapter"),
+    ],
 )
 def test_without_a_comparison_the_reason_is_given(
     tmp_path: Path, parameters: dict[str, float], request_: Request, reason: str
 ) -> None:
-    found = alone(log_of(tmp_path, ControlSpec(parameters=parameters, overcommit=True), request_, None))
+    found = aggregated(log_of(tmp_path, ControlSpec(parameters=parameters, overcommit=True), request_, None))
     assert found["candidates"] == []
     assert found["not_compared"] == {
         name: "down" if name == "decode1" else reason for name in (*DECODE, "prefill0", "prefill1")
@@ -106,17 +109,17 @@ def test_without_a_comparison_the_reason_is_given(
 
 def test_the_dashboard_shows_the_same_comparison() -> None:
     """A pair shows those that could have served alone; a request served alone has them as candidates."""
-    control = ControlSpec(parameters={"alone": 1}).build(parse(TEXT))
+    control = ControlSpec(parameters={"aggregated": 1}).build(parse(TEXT))
     (decode,) = control.handle(Arrived(0.0, ASKED))
     assert isinstance(decode, Decode)
     shown = judgement_of(1, 0.0, "foresight-joint", decode)
     assert {candidate.name for candidate in shown.candidates} > set(DECODE)
-    assert shown.alone == ()
+    assert shown.aggregated == ()
     for number in range(150):
         one = Request(id=number, input_tokens=1, max_output_tokens=10, one_leg=True)
         control.handle(Arrived(0.0, one, only=(DECODE[number % 3],)))
     (prefill,) = control.handle(Arrived(0.0, Request(id=2_000, input_tokens=3_000, max_output_tokens=10)))
     assert isinstance(prefill, Prefill)
     shown = judgement_of(2, 0.0, "foresight-joint", prefill)
-    assert prefill.alone is not None
-    assert {candidate.name for candidate in shown.alone} == set(prefill.alone.names)
+    assert prefill.aggregated is not None
+    assert {candidate.name for candidate in shown.aggregated} == set(prefill.aggregated.names)

@@ -168,7 +168,9 @@ def _environment_keys(node: ast.AST) -> list[ast.expr]:
 def test_every_fixed_exit_code_is_in_the_list() -> None:
     """Codes above 128 are those of signals."""
     cli = [path for path in SOURCES if {"cli", "command", "command.py"} & set(path.parts)]
-    codes = {int(code) for path in cli for code in re.findall(r"(?:\bExit\(|sys\.exit\(|\breturn )(\d+)\b", path.read_text())}
+    codes = {
+        int(code) for path in cli for code in re.findall(r"(?:\bExit\(|sys\.exit\(|\breturn )(\d+)\b", path.read_text())
+    }
     assert {1, 2, 130} <= codes
     listed = {int(code) for code, _ in topics()["exit-codes"]().rows if code.isdecimal()}
     assert {code for code in codes if code < 128} <= listed

@@ -16,7 +16,7 @@ from tests.serve.discovery.kubernetes_rig import Rig, created, play
 from tests.waiting import until
 
 from kvroute.kube.api.client import Access
-from kvroute.kube.discovery.engines import DiscoveryOptions
+from kvroute.kube.discovery.engines import DiscoverySpec
 from kvroute.kube.discovery.pool_discovery import PoolDiscovery
 
 SERVICES = "/api/v1/namespaces/llm/services"
@@ -80,7 +80,7 @@ def test_the_report_has_the_engines_that_a_picker_discovers(tmp_path: Path) -> N
             },
             "pods": 4,
         }
-        options = DiscoveryOptions("llm")
+        options = DiscoverySpec("llm")
         source = PoolDiscovery(Access(rig.folder / "kubeconfig"), options, "a")
         following = asyncio.create_task(source.run(rig.report))
         await until(lambda: bool(rig.reports) and len(rig.reports[-1]) == 8)

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from kvroute.cli.app import app
 from kvroute.cli.simulate.scenario import read_scenario
 from kvroute.control import ControlSpec
-from kvroute.planner.comparison.question import Question
+from kvroute.planner.comparison.question import ComparisonSpec
 from kvroute.planner.comparison.requests import Workload
-from kvroute.sim.settings import CapacityChange, Fluctuation, SimSettings
+from kvroute.sim.settings import CapacityChange, Fluctuation, SimSpec
 from kvroute.topology import load
 from kvroute.types import InputError, InputErrors
 
@@ -34,7 +34,7 @@ def of(tmp_path: Path, text: str) -> Path:
 
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     scenario = read_scenario(of(tmp_path, "{}"))
-    assert scenario.settings(SimSettings()) == SimSettings()
+    assert scenario.settings(SimSpec()) == SimSpec()
     assert scenario.offload_spec() is None
     assert scenario.copy_spec() is None
     assert not scenario.prefix_pool
@@ -47,7 +47,7 @@ def test_every_setting_of_the_file_is_simulated(changes: list[tuple[int, float]]
     entries = [f"  - {{at: {at_s} s, link: wan, share: {share:.9f}}}" for at_s, share in changes]
     text = "\n".join([f"transfer: {transfer}", "changes:" + ("" if entries else " []"), *entries])
     with tempfile.TemporaryDirectory() as folder:
-        settings = read_scenario(of(Path(folder), text)).settings(SimSettings())
+        settings = read_scenario(of(Path(folder), text)).settings(SimSpec())
     assert settings.transfer == transfer
     assert [(change.at_s, change.share) for change in settings.changes] == [
         (at_s, round(each, 9)) for at_s, each in changes
@@ -95,9 +95,9 @@ def test_copies_are_reviewed_at_the_shorter_interval(tmp_path: Path) -> None:
     spec = alone.copy_spec()
     assert spec is not None
     assert (spec.review_s, spec.budget_s, spec.hotspots.reads_min, spec.across) == (7.0, 2.0, 5, False)
-    assert alone.settings(SimSettings()).review_s == 7.0
+    assert alone.settings(SimSpec()).review_s == 7.0
     both = read_scenario(of(tmp_path, "copies: {review: 7 s}\noffload: {check_interval: 3 s}"))
-    assert both.settings(SimSettings()).review_s == 3.0
+    assert both.settings(SimSpec()).review_s == 3.0
 
 
 @pytest.mark.parametrize(
@@ -161,16 +161,16 @@ def test_an_unknown_link_is_named_before_any_file_is_written(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "settings",
     [
-        SimSettings(changes=(CapacityChange(at_s=1.0, link="wn", share=0.0),)),
-        SimSettings(fluctuations=(Fluctuation(link="wn", every_s=1.0, share_min=0.5, share_max=1.0),)),
+        SimSpec(changes=(CapacityChange(at_s=1.0, link="wn", share=0.0),)),
+        SimSpec(fluctuations=(Fluctuation(link="wn", every_s=1.0, share_min=0.5, share_max=1.0),)),
     ],
     ids=["changes", "fluctuations"],
 )
-def test_a_run_with_an_unknown_link_does_not_start(settings: SimSettings) -> None:
+def test_a_run_with_an_unknown_link_does_not_start(settings: SimSpec) -> None:
     """The check before any run finds it for every caller."""
-    question = Question(SITES, Workload(generated_requests=1), settings, ControlSpec())
+    comparison = ComparisonSpec(SITES, Workload(generated_requests=1), settings, ControlSpec())
     with pytest.raises(InputError, match="has no link 'wn'"):
-        question.check(["netkv"], 0)
+        comparison.check(["netkv"], 0)
 
 
 def test_offloading_needs_a_second_site(tmp_path: Path) -> None:

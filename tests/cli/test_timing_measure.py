@@ -15,7 +15,7 @@ from tests.cli.cli_rig import Kvroute, document
 from tests.serve.rig import CLUSTER
 
 from kvroute import topology
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
 from kvroute.timing import IterationTime, prefill_time
 from kvroute.types import DecodeSpec, LinearPrefill
 
@@ -62,7 +62,7 @@ def engines(thread: InThread) -> Iterator[dict[str, str]]:
     """URLs of emulated engines, by name."""
 
     async def started() -> EmulatedCluster:
-        return await EmulatedCluster(topology.parse(TEXT), EmulatedClusterSettings()).__aenter__()
+        return await EmulatedCluster(topology.parse(TEXT), EmulatedClusterSpec()).__aenter__()
 
     cluster = thread.run(started())
     yield {name: str(endpoint.url) for name, endpoint in cluster.ready().instances.items()}

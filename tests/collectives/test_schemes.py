@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvroute_engine.agent.schemes import SCHEMES, Scheme
 
 from kvroute.collectives import (
     Aggregation,
@@ -24,6 +23,7 @@ from kvroute.topology import Cluster, parse
 from kvroute.topology.gpu_paths import GpuPaths
 from kvroute.topology.place import Shards
 from kvroute.types import InputError
+from kvroute_engine.agent.schemes import SCHEMES, Scheme
 
 FP16 = Aggregation(frozenset({"rack", "pod"}), slots=100_000, wire="fp16")
 

@@ -1,5 +1,5 @@
 """Usage: python -m tests.control.first_requests POLICY...; prints the kernels that are compiled, or loaded from the
-cache, during the first requests after a rehearsal, by policy and case, as JSON.
+cache, during the first requests after the warm-up, by policy and case, as JSON.
 
 Each policy has a process of its own, forked before any kernel is compiled.
 """
@@ -51,7 +51,7 @@ LISTED: dict[str, Cluster] = {
 
 
 def cases() -> Iterator[tuple[str, ControlSpec, Cluster]]:
-    """Yield the cases without the policy, those first whose rehearsal reaches least by chance."""
+    """Yield the cases without the policy, those first whose warm-up reaches least by chance."""
     empty = base()
     for constraint in CONSTRAINTS:
         yield f"discovered {constraint}", ControlSpec(constraint=constraint), empty
@@ -92,7 +92,7 @@ def compiled_at_first_use(policy: str) -> dict[str, list[str]]:
     found = {}
     for name, spec, cluster in cases():
         spec = msgspec.structs.replace(spec, decode=policy)
-        spec.rehearse(cluster)
+        spec.warm_up(cluster)
         control, before = spec.build(cluster), signatures()
         if not cluster.instances:
             join(control, 0.0, engine("p0", "prefill"), engine("p1", "prefill", 1), engine("d0"), engine("d1", node=3))

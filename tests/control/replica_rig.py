@@ -11,7 +11,7 @@ import numpy as np
 from tests.control.live_rig import cluster_of, request
 
 from kvroute.control import Control, ControlSpec, LogRecord, Replica
-from kvroute.oracle import OracleSettings
+from kvroute.oracle import OracleSpec
 from kvroute.types import (
     Admitted,
     Arrived,
@@ -31,7 +31,7 @@ from kvroute.types import (
 )
 
 LEASE_S = 4.0
-SPEC = ControlSpec(oracle=OracleSettings(self_measured=True, in_flight_max=10_000))
+SPEC = ControlSpec(oracle=OracleSpec(self_measured=True, in_flight_max=10_000))
 CLUSTER = cluster_of(*("vp0", "vp1", "vp1b", "vd0", "vd1", "vd2", "vd3", "sp0", "sd2", "vb3"))
 NAMES = tuple(instance.name for instance in CLUSTER.instances)
 APPROXIMATE = frozenset(NAMES)

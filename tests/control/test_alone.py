@@ -54,7 +54,7 @@ BLOCKS = tuple(range(1, 101))
 
 def core(text: str = TEXT, **spec: Any) -> Control:
     """Return a core that compares decode instances alone with pairs by their price, without a bound."""
-    parameters = {"alone": 1, "token_delay_max": NO_BOUND}
+    parameters = {"aggregated": 1, "token_delay_max": NO_BOUND}
     return ControlSpec(**{"decode": "foresight-joint", "parameters": parameters, **spec}).build(parse(text))
 
 
@@ -65,7 +65,7 @@ def arrive(
     return control.handle(Arrived(at, request, only=only))
 
 
-def alone(decisions: tuple[Decision, ...]) -> str:
+def aggregated(decisions: tuple[Decision, ...]) -> str:
     """Return the instance that serves the request alone."""
     (decode,) = decisions
     assert isinstance(decode, Decode)
@@ -79,7 +79,7 @@ def running(control: Control, at: float, name: str, count: int) -> None:
         decode = control.handle(
             Arrived(at, Request(id=number, input_tokens=1, max_output_tokens=10, one_leg=True), only=(name,))
         )
-        assert alone(decode) == name
+        assert aggregated(decode) == name
         control.handle(Admitted(at, number))
 
 
@@ -92,7 +92,7 @@ def prompts(control: Control) -> list[int]:
 
 def test_an_idle_decode_instance_serves_a_request_without_a_transfer() -> None:
     control = core()
-    assert alone(arrive(control, 0.0, 0)) == "d0"
+    assert aggregated(arrive(control, 0.0, 0)) == "d0"
 
 
 def test_the_delay_of_running_requests_can_make_the_pair_cheaper() -> None:
@@ -106,7 +106,7 @@ def test_the_delay_of_running_requests_can_make_the_pair_cheaper() -> None:
         )
         for number in range(4)
     ]
-    assert [alone(each) for each in running_on_other] == ["d1"] * 4
+    assert [aggregated(each) for each in running_on_other] == ["d1"] * 4
     for number in range(4):
         control.handle(Admitted(0.0, number))
     (prefill,) = arrive(control, 1.0, 10)
@@ -116,19 +116,19 @@ def test_the_delay_of_running_requests_can_make_the_pair_cheaper() -> None:
     index = prefill.terms.names.index(prefill.instance)
     # Pair: 110 ms prefill, 131 ms transfer, a step. Alone: prefill, two steps beside chunks, delay of four requests.
     steps_s = 2 * (0.01 + 4 * 0.1e-3)
-    slot_s = parts["alone_s"][index] - (0.1 + steps_s + 4 * 0.1)
+    slot_s = parts["aggregated_s"][index] - (0.1 + steps_s + 4 * 0.1)
     assert parts["pair_s"][index] == pytest.approx(0.11 + 0.1311 + 0.0105 + slot_s, rel=1e-2)
-    light = core(parameters={"alone": 1, "delay_weight": 0.1})
+    light = core(parameters={"aggregated": 1, "delay_weight": 0.1})
     running(light, 0.0, "d0", 4)
     light.handle(InstanceDown(0.0, "d1"))
-    assert alone(arrive(light, 1.0, 10)) == "d0"
+    assert aggregated(arrive(light, 1.0, 10)) == "d0"
 
 
 @pytest.mark.parametrize(("batch", "expected_s"), [(0, 0.11), (2, 0.1 + 2.5 * (0.01 + 2 * 0.1e-3))])
 def test_a_prompt_beside_a_batch_is_expected_to_begin_half_a_step_later(batch: int, expected_s: float) -> None:
     """The batch is in the middle of a step; then each of the two chunks has a step of the batch beside it. The bases of
     prefill and step are the same 10 ms."""
-    control = core(parameters={"alone": 1, "delay_weight": 0.1, "token_delay_max": NO_BOUND})
+    control = core(parameters={"aggregated": 1, "delay_weight": 0.1, "token_delay_max": NO_BOUND})
     control.handle(InstanceDown(0.0, "d1"))
     running(control, 0.0, "d0", batch)
     request = Request(id=10, input_tokens=1_000, max_output_tokens=10)
@@ -201,7 +201,7 @@ def test_the_terms_contain_every_decode_instance_and_the_best_pair() -> None:
 @pytest.mark.parametrize("end", ["admitted", "finished", "failed"])
 def test_a_prompt_is_booked_until_its_first_token_or_the_end_of_the_request(end: str) -> None:
     control = core()
-    assert alone(arrive(control, 0.0, 0)) == "d0"
+    assert aggregated(arrive(control, 0.0, 0)) == "d0"
     assert prompts(control) == [1, 0]
     assert control.loads(0.0)["d0"].pending_s == pytest.approx(0.11)
     if end == "admitted":
@@ -209,7 +209,7 @@ def test_a_prompt_is_booked_until_its_first_token_or_the_end_of_the_request(end:
     elif end == "finished":
         control.handle(Finished(0.1, 0))
     else:
-        assert alone(control.handle(DecodeFailed(0.1, 0, kv_lost=True))) == "d1"
+        assert aggregated(control.handle(DecodeFailed(0.1, 0, kv_lost=True))) == "d1"
         assert prompts(control) == [0, 1]
         return
     assert prompts(control) == [0, 0]
@@ -220,14 +220,14 @@ def bounded(share: float | None, price: float = 1e9) -> Control:
     """Return a core whose decode instances may delay tokens by this share, and by more at this price; None: the
     defaults."""
     priced = {} if share is None else {"token_delay_max": share, "token_delay_price": price}
-    return core(parameters={"alone": 1} | priced)
+    return core(parameters={"aggregated": 1} | priced)
 
 
 def with_running(control: Control) -> Control:
     """Let each decode instance decode one request."""
     for number, name in enumerate(("d0", "d1")):
         request = Request(id=1_000 + number, input_tokens=1, max_output_tokens=10, one_leg=True)
-        assert alone(control.handle(Arrived(0.0, request, only=(name,)))) == name
+        assert aggregated(control.handle(Arrived(0.0, request, only=(name,)))) == name
         control.handle(Admitted(0.0, 1_000 + number))
     return control
 
@@ -270,19 +270,19 @@ def test_delays_have_no_further_price_without_a_pair() -> None:
     assert isinstance(paired, Prefill)
     for name in ("p0", "p1"):
         control.handle(InstanceDown(0.0, name))
-    assert alone(arrive(control, 0.0, 1)) == "d0"
+    assert aggregated(arrive(control, 0.0, 1)) == "d0"
 
 
 def test_instances_that_are_down_have_failed_the_request_or_must_not_serve_it_are_excluded() -> None:
     control = core()
     control.handle(InstanceDown(0.0, "d0"))
-    assert alone(arrive(control, 0.0, 0)) == "d1"
+    assert aggregated(arrive(control, 0.0, 0)) == "d1"
     control.handle(InstanceUp(0.0, "d0"))
     control.handle(Finished(0.0, 0))
-    assert alone(arrive(control, 0.0, 1)) == "d0"
-    assert alone(control.handle(DecodeFailed(0.1, 1))) == "d1"
+    assert aggregated(arrive(control, 0.0, 1)) == "d0"
+    assert aggregated(control.handle(DecodeFailed(0.1, 1))) == "d1"
     control.handle(Finished(0.1, 1))
-    assert alone(arrive(control, 60.0, 2, only=("p0", "p1", "d1"))) == "d1"
+    assert aggregated(arrive(control, 60.0, 2, only=("p0", "p1", "d1"))) == "d1"
 
 
 def test_an_instance_that_must_not_serve_a_request_does_not_when_no_other_is_up() -> None:
@@ -305,8 +305,8 @@ def test_requests_are_served_when_no_prefill_instance_is_up() -> None:
     control = core()
     for name in ("p0", "p1"):
         control.handle(InstanceDown(0.0, name))
-    assert alone(arrive(control, 0.0, 0, 50_000)) == "d0"
-    without = core(parameters={"alone": 0})
+    assert aggregated(arrive(control, 0.0, 0, 50_000)) == "d0"
+    without = core(parameters={"aggregated": 0})
     for name in ("p0", "p1"):
         without.handle(InstanceDown(0.0, name))
     (refused,) = arrive(without, 0.0, 0)
@@ -315,13 +315,13 @@ def test_requests_are_served_when_no_prefill_instance_is_up() -> None:
 
 def test_a_constraint_between_prefill_and_decode_holds_on_one_instance() -> None:
     """No pair is inside one node, so that a pair would be rejected."""
-    assert alone(arrive(core(constraint="node:required"), 0.0, 0)) == "d0"
+    assert aggregated(arrive(core(constraint="node:required"), 0.0, 0)) == "d0"
 
 
 @pytest.mark.parametrize(
     ("text", "spec"),
     [
-        (TEXT, {"parameters": {"alone": 0}}),
+        (TEXT, {"parameters": {"aggregated": 0}}),
         (TEXT, {"decode": "foresight", "parameters": {}}),
         (TEXT.replace("name: p1, role: prefill", "name: p1, role: both"), {}),
     ],
@@ -349,7 +349,7 @@ def test_a_slowly_returning_instance_gets_a_part_of_the_requests() -> None:
     control.handle(InstanceUp(1.0, "d0", returned=True))
     places = []
     for number in range(10):
-        places.append(alone(arrive(control, 2.0 + number, number)))
+        places.append(aggregated(arrive(control, 2.0 + number, number)))
         control.handle(Admitted(2.5 + number, number))
         control.handle(Finished(2.6 + number, number))
     assert places.count("d0") < places.count("d1")
@@ -357,8 +357,8 @@ def test_a_slowly_returning_instance_gets_a_part_of_the_requests() -> None:
 
 def test_another_instance_that_serves_the_request_gets_its_prompt() -> None:
     control = core()
-    assert alone(arrive(control, 0.0, 0)) == "d0"
-    assert alone(control.handle(Served(0.1, 0, "d1"))) == "d1"
+    assert aggregated(arrive(control, 0.0, 0)) == "d0"
+    assert aggregated(control.handle(Served(0.1, 0, "d1"))) == "d1"
     assert prompts(control) == [0, 1]
     control.handle(Finished(0.2, 0))
     assert prompts(control) == [0, 0]
@@ -390,14 +390,14 @@ def test_prompts_of_other_gateways_count() -> None:
 
 
 def test_the_parameter_is_checked() -> None:
-    for value, name in ((3, "alone"), (0.5, "alone"), (-1, "alone")):
+    for value, name in ((3, "aggregated"), (0.5, "aggregated"), (-1, "aggregated")):
         with pytest.raises(InputError, match=name):
-            ControlSpec(decode="foresight-joint", parameters={"alone": value}).check()
+            ControlSpec(decode="foresight-joint", parameters={"aggregated": value}).check()
     with pytest.raises(InputError, match="delay_weight"):
         ControlSpec(decode="foresight-joint", parameters={"delay_weight": float("nan")}).check()
 
 
-STAYS: dict[str, Any] = {"parameters": {"alone": 2, "token_delay_max": NO_BOUND}}
+KEPT: dict[str, Any] = {"parameters": {"aggregated": 2, "token_delay_max": NO_BOUND}}
 
 
 def staying(decisions: tuple[Decision, ...]) -> str:
@@ -418,26 +418,26 @@ def without_decode(control: Control) -> Control:
 
 def test_a_prefill_instance_goes_on_to_decode() -> None:
     """It is booked as a prefill and as a decode, and both are released step by step."""
-    control = core(**STAYS)
-    with_d1_busy = [alone(arrive(control, 0.0, number)) for number in range(2)]
+    control = core(**KEPT)
+    with_d1_busy = [aggregated(arrive(control, 0.0, number)) for number in range(2)]
     assert with_d1_busy == ["d0", "d1"]
     assert [staying(arrive(control, 0.0, number)) for number in (2, 3)] == ["p0", "p1"]
-    prefill, stays = control.parts.view.prefill["llama-3-70b"], next(iter(control.parts.view.stays.values()))
-    assert (prefill.assigned.tolist(), stays.queued.tolist()) == ([1, 1], [1, 1])
+    prefill, kept = control.parts.view.prefill["llama-3-70b"], next(iter(control.parts.view.kept.values()))
+    assert (prefill.assigned.tolist(), kept.queued.tolist()) == ([1, 1], [1, 1])
     assert control.handle(PrefillFinished(0.1, 2)) == ()
     control.handle(Admitted(0.1, 2))
-    assert (prefill.assigned.tolist(), stays.batch.tolist(), stays.queued.tolist()) == ([0, 1], [1, 0], [0, 1])
+    assert (prefill.assigned.tolist(), kept.batch.tolist(), kept.queued.tolist()) == ([0, 1], [1, 0], [0, 1])
     for number in range(4):
         control.handle(Finished(1.0, number))
     assert not any(load.queued or load.pending_s for load in control.loads(1.0).values())
-    assert stays.free_kv_bytes.tolist() == stays.capacity_bytes.tolist()
+    assert kept.free_kv_bytes.tolist() == kept.capacity_bytes.tolist()
 
 
 def test_only_engines_that_can_go_on_to_decode_do_so() -> None:
     """By the parameter, without any decode instance too; a request is rejected if they cannot."""
-    assert staying(arrive(without_decode(core(**STAYS)), 0.0, 0)) == "p0"
+    assert staying(arrive(without_decode(core(**KEPT)), 0.0, 0)) == "p0"
     assert isinstance(arrive(without_decode(core()), 0.0, 0)[0], Reject)
-    only_d1 = core(**STAYS)
+    only_d1 = core(**KEPT)
     only_d1.handle(InstanceDown(0.0, "d0"))
     running(only_d1, 0.0, "d1", 1)
     assert staying(arrive(only_d1, 0.0, 0)) == "p0"
@@ -448,7 +448,7 @@ def test_only_engines_that_can_go_on_to_decode_do_so() -> None:
 
 
 def test_a_request_that_stays_is_restarted_elsewhere_after_a_failure() -> None:
-    control = core(**STAYS)
+    control = core(**KEPT)
     control.handle(InstanceDown(0.0, "d0"))
     running(control, 0.0, "d1", 1)
     assert staying(arrive(control, 0.0, 0)) == "p0"
@@ -457,7 +457,7 @@ def test_a_request_that_stays_is_restarted_elsewhere_after_a_failure() -> None:
 
 def test_prefills_avoid_an_instance_on_which_requests_decode() -> None:
     """Both prefill instances are equal but for the request that decodes on the first one."""
-    control = core(**STAYS)
+    control = core(**KEPT)
     control.handle(InstanceDown(0.0, "d0"))
     running(control, 0.0, "d1", 1)
     assert staying(arrive(control, 0.0, 0)) == "p0"
@@ -475,7 +475,7 @@ def test_busy_prefill_instances_are_kept_free_of_decodes() -> None:
     instance goes on to decode."""
 
     def last(gap_s: float) -> list[type[Decision]]:
-        control = core(**STAYS)
+        control = core(**KEPT)
         running(control, 0.0, "d0", 2)
         control.handle(InstanceDown(0.0, "d1"))
         for number in range(20):
@@ -489,7 +489,7 @@ def test_busy_prefill_instances_are_kept_free_of_decodes() -> None:
 
 def test_a_request_that_stays_counts_once_in_the_engine_s_own_load() -> None:
     """The engine reports one running request, which decodes: no prompt of others waits there."""
-    control = core(**STAYS)
+    control = core(**KEPT)
     control.handle(InstanceDown(0.0, "d0"))
     running(control, 0.0, "d1", 1)
     assert staying(arrive(control, 0.0, 0)) == "p0"
@@ -502,7 +502,7 @@ def test_a_request_that_stays_counts_once_in_the_engine_s_own_load() -> None:
 
 
 def test_other_gateways_count_a_request_that_stays() -> None:
-    own, other = core(**STAYS), core(**STAYS)
+    own, other = core(**KEPT), core(**KEPT)
     for control in (own, other):
         control.handle(InstanceDown(0.0, "d0"))
     running(own, 0.0, "d1", 1)
@@ -515,8 +515,8 @@ def test_other_gateways_count_a_request_that_stays() -> None:
         other.handle(PeerReported(at, PeerReport("own", sequence, at, bookings, whole=True)))
         mine, theirs = own.parts.view, other.parts.view
         assert theirs.prefill["llama-3-70b"].assigned.tolist() == mine.prefill["llama-3-70b"].assigned.tolist()
-        for key, pool in mine.stays.items():
-            assert (theirs.stays[key].batch.tolist(), theirs.stays[key].queued.tolist()) == (
+        for key, pool in mine.kept.items():
+            assert (theirs.kept[key].batch.tolist(), theirs.kept[key].queued.tolist()) == (
                 pool.batch.tolist(),
                 pool.queued.tolist(),
             )
@@ -528,7 +528,7 @@ def test_other_gateways_count_a_request_that_stays() -> None:
 def test_histories_replay_bit_for_bit_and_release_everything(seed: int, roles: int) -> None:
     """Random requests take their steps, fail or leave, in any order."""
     rng = np.random.default_rng(seed)
-    spec: dict[str, Any] = {"overcommit": True, "parameters": {"alone": roles}}
+    spec: dict[str, Any] = {"overcommit": True, "parameters": {"aggregated": roles}}
     control, records = core(**spec), list[LogRecord]()
     steps: dict[int, str] = {}
     seen = set()
@@ -539,9 +539,9 @@ def test_histories_replay_bit_for_bit_and_release_everything(seed: int, roles: i
         for decision in decisions[:1]:
             assert isinstance(decision, Prefill | Decode)
             if isinstance(decision, Prefill):
-                steps[decision.request_id] = "stays" if len(decisions) == 2 else "prefill"
+                steps[decision.request_id] = "kept" if len(decisions) == 2 else "prefill"
             else:
-                steps[decision.request_id] = "alone" if decision.source == decision.target else "decode"
+                steps[decision.request_id] = "aggregated" if decision.source == decision.target else "decode"
             seen.add(steps[decision.request_id])
 
     for number in range(200):
@@ -555,24 +555,24 @@ def test_histories_replay_bit_for_bit_and_release_everything(seed: int, roles: i
                 case "prefill", True:
                     handle(Finished(at, other))
                     del steps[other]
-                case "stays", False:
+                case "kept", False:
                     handle(PrefillFinished(at, other))
                     steps[other] = "decode"
-                case (("alone" | "decode"), False):
+                case (("aggregated" | "decode"), False):
                     handle(Admitted(at, other))
                     steps[other] = "running"
-                case (("alone" | "decode" | "stays"), True):
+                case (("aggregated" | "decode" | "kept"), True):
                     handle(DecodeFailed(at, other, kv_lost=True))
                 case _:
                     handle(Finished(at, other))
                     del steps[other]
         (pool,) = control.parts.view.decode.values()
-        assert pool.prompts.sum() == sum(step == "alone" for step in steps.values())
-    assert seen >= ({"alone", "prefill", "decode"} if roles == 1 else {"alone", "stays"})
+        assert pool.prompts.sum() == sum(step == "aggregated" for step in steps.values())
+    assert seen >= ({"aggregated", "prefill", "decode"} if roles == 1 else {"aggregated", "kept"})
     for other in list(steps):
         handle(Finished(5.0, other))
     view = control.parts.view
-    for pool in (*view.decode.values(), *view.stays.values()):
+    for pool in (*view.decode.values(), *view.kept.values()):
         for counts in (pool.prompts, pool.batch, pool.queued, pool.prompts_s(5.0)):
             assert not counts.any()
         assert pool.free_kv_bytes.tolist() == pool.capacity_bytes.tolist()

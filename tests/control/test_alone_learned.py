@@ -121,8 +121,8 @@ def test_links_in_use_have_a_price_for_later_transfers() -> None:
 def test_a_decode_instance_that_computes_a_long_prompt_is_avoided() -> None:
     """A pair's KV cache is complete while decode0 computes a prompt of 7 s: its first token would wait for it."""
     control = core(decode=2)
-    (alone,) = control.handle(Arrived(0.0, request(1, tokens=20_000), only=("decode0",)))
-    assert isinstance(alone, Decode)
+    (aggregated,) = control.handle(Arrived(0.0, request(1, tokens=20_000), only=("decode0",)))
+    assert isinstance(aggregated, Decode)
     ready_s = pair(control, 0.0, 2)
     (decode,) = control.handle(PrefillFinished(ready_s, 2))
     assert isinstance(decode, Decode)

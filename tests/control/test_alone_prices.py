@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from kvroute.policies.foresight.aggregated import (
     PARTS,
-    AloneCandidates,
-    AloneOffer,
-    Load,
+    AggregatedCandidates,
+    AggregatedOffer,
+    LoadPrices,
     PairPrice,
-    cheapest_alone,
+    cheapest_aggregated,
     load_of,
 )
 from kvroute.policies.foresight.spec import NO_BOUND, ForesightSpec
@@ -64,14 +64,14 @@ pairs = st.none() | st.builds(
 )
 
 
-def pool_of(members: list[Instance], *, stays: bool, sessions: bool) -> AloneCandidates:
+def pool_of(members: list[Instance], *, kept: bool, sessions: bool) -> AggregatedCandidates:
     count = len(members)
 
     def column(name: str) -> np.ndarray:
         return np.array([getattr(member, name) for member in members])
 
     candidates = Candidates(
-        names=tuple(f"{'p' if stays else 'd'}{index}" for index in range(count)),
+        names=tuple(f"{'p' if kept else 'd'}{index}" for index in range(count)),
         batch=column("batch"),
         queued=column("queued"),
         batch_max=np.full(count, 16),
@@ -82,20 +82,20 @@ def pool_of(members: list[Instance], *, stays: bool, sessions: bool) -> AloneCan
         iteration_base_s=np.full(count, 0.01),
         iteration_per_request_s=np.full(count, 0.0005),
     )
-    return AloneCandidates(
+    return AggregatedCandidates(
         candidates,
         column("prompts_s"),
         column("prefill_s"),
         column("chunks"),
         column("delayed"),
         column("share"),
-        stays,
+        kept,
         column("session_s") if sessions else None,
     )
 
 
 def parts_of(
-    spec: ForesightSpec, member: Instance, load: Load, index: int, stays: bool, busy: float, loss_s: float | None
+    spec: ForesightSpec, member: Instance, load: LoadPrices, index: int, kept: bool, busy: float, loss_s: float | None
 ) -> list[float]:
     """The columns of docs/policies.md, one instance at a time. `loss_s` None: there is no pair."""
     response_s = float(load.response_s[index])
@@ -108,20 +108,20 @@ def parts_of(
         max(float(load.wait_s[index]), member.prompts_s),
         member.prefill_s,
         0.0,
-        0.0 if stays or not member.batch else member.chunks * step_s,
+        0.0 if kept or not member.batch else member.chunks * step_s,
         float(load.slot_s[index]),
         spec.delay_weight * member.delayed * member.prefill_s,
         spec.delay_weight * response_s * member.share / (1 - member.share),
-        spec.delay_weight * response_s / max(member.prefill_s, spec.step_floor_s) * lost_s if stays else 0.0,
+        spec.delay_weight * response_s / max(member.prefill_s, spec.step_floor_s) * lost_s if kept else 0.0,
         float(load.batch_s[index]),
         0.0 if loss_s is None else spec.token_delay_price * beyond_s,
     ]
 
 
-def missed_by(spec: ForesightSpec, members: list[Instance], load: Load, index: int, stays: bool) -> int:
+def missed_by(spec: ForesightSpec, members: list[Instance], load: LoadPrices, index: int, kept: bool) -> int:
     """The number of targets missed, by docs/policies.md."""
     member, others = members[index], reduce(add, (each.delayed / len(members) for each in members), 0.0)
-    steps_s = 0.0 if stays or not member.batch else member.chunks * (0.01 + 0.0005 * member.batch)
+    steps_s = 0.0 if kept or not member.batch else member.chunks * (0.01 + 0.0005 * member.batch)
     ttft_s = max(float(load.wait_s[index]), member.prompts_s) + member.prefill_s + steps_s
     tpot_s = float(load.response_s[index]) / OUTPUT_TOKENS / (1 - member.share)
     delays = member.delayed or not spec.ttft or others * member.prefill_s > 0.2 * float(load.response_s[index])
@@ -160,30 +160,30 @@ def test_the_cheapest_instance_and_its_parts_are_those_of_the_slow_version(
         tpot=tpot,
         ttft=ttft,
     )
-    offered = tuple(pool_of(members, stays=stays, sessions=sessions) for members, stays in given_pools)
+    offered = tuple(pool_of(members, kept=kept, sessions=sessions) for members, kept in given_pools)
     nothing = np.zeros(1, dtype=np.int64)
-    offer = AloneOffer(
+    offer = AggregatedOffer(
         offered, waiting=nothing, decoding=nothing, busy=busy, output_tokens=OUTPUT_TOKENS, short_tokens=20.0
     )
     loads = [load_of(spec, pool.candidates, OUTPUT_TOKENS) for pool in offered]
 
     beside = [
         member.delayed * member.prefill_s
-        for members, stays in given_pools
+        for members, kept in given_pools
         for member in members
-        if not stays and member.room >= 0
+        if not kept and member.room >= 0
     ]
     loss_s = max(min(beside, default=0.0) - pair.transfer_s, 0.0) if pair is not None else None
     best, expected = None, (math.inf, math.inf)
-    for number, (members, stays) in enumerate(given_pools):
+    for number, (members, kept) in enumerate(given_pools):
         for index, member in enumerate(members):
-            cost_s = reduce(add, parts_of(spec, member, loads[number], index, stays, busy, loss_s))
+            cost_s = reduce(add, parts_of(spec, member, loads[number], index, kept, busy, loss_s))
             cost_s += member.session_s if sessions else 0.0
-            missed = missed_by(spec, members, loads[number], index, stays)
+            missed = missed_by(spec, members, loads[number], index, kept)
             if member.room >= 0 and (missed, cost_s) < expected:
                 best, expected = (number, index), (missed, cost_s)
 
-    found, compared = cheapest_alone(spec, offer, loads, pair)
+    found, compared = cheapest_aggregated(spec, offer, loads, pair)
     assert len(compared.names) == sum(len(members) for members, _ in given_pools) + (pair is not None)
     assert compared.feasible.tolist() == [
         *(member.room >= 0 for members, _ in given_pools for member in members),
@@ -195,10 +195,10 @@ def test_the_cheapest_instance_and_its_parts_are_those_of_the_slow_version(
         return
     assert (found.pool, found.decode.index) == best
     terms, (number, _) = found.decode.terms, best
-    members, stays = given_pools[number]
+    members, kept = given_pools[number]
     assert len(terms.names) == len(terms.cost) == len(members)
     for index, member in enumerate(members):
-        parts = parts_of(spec, member, loads[number], index, stays, busy, loss_s)
+        parts = parts_of(spec, member, loads[number], index, kept, busy, loss_s)
         assert [float(terms.parts[part][index]) for part in PARTS] == [*parts, member.chunks * 16]
         assert terms.cost[index] == reduce(add, parts) + (member.session_s if sessions else 0.0)
     if pair is not None:
@@ -207,7 +207,7 @@ def test_the_cheapest_instance_and_its_parts_are_those_of_the_slow_version(
     assert ("misses" in terms.parts) == bool(tpot or ttft)
     if tpot or ttft:
         assert terms.parts["misses"][: len(members)].tolist() == [
-            missed_by(spec, members, loads[number], index, stays) for index in range(len(members))
+            missed_by(spec, members, loads[number], index, kept) for index in range(len(members))
         ]
     priced = sessions or bool(pair is not None and pair.session_s)
     assert ("session_s" in terms.parts) == priced

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.control.test_alone import TEXT
 
 from kvroute import llm
-from kvroute.control.state.caches import Caches
+from kvroute.control.state.caches import PrefixCaches
 from kvroute.topology import parse
 from kvroute.types import Request
 
@@ -28,7 +28,7 @@ def test_a_repeated_question_gets_the_answer_of_the_moment(changes: list[tuple[s
     """The same chain before and after each change; the depths are those of the changes so far."""
     instances = parse(TEXT).instances
     models = {instance.model: llm.model(instance.model) for instance in instances}
-    caches, ids, depths = Caches(instances, models, 0), np.arange(len(instances)), [0] * len(instances)
+    caches, ids, depths = PrefixCaches(instances, models, 0), np.arange(len(instances)), [0] * len(instances)
     for change, index, keep in changes:
         if change == "stored":
             caches.stored(index, CHAIN[: keep + 1])
@@ -51,14 +51,14 @@ def test_an_instance_that_joins_counts_at_once() -> None:
     """The index has one column more than at the question before."""
     instances = parse(TEXT).instances
     models = {instance.model: llm.model(instance.model) for instance in instances}
-    caches = Caches(instances[:3], models, 0)
+    caches = PrefixCaches(instances[:3], models, 0)
     caches.stored(2, CHAIN)
     assert held_of(caches, CHAIN, 3) == [0, 0, len(CHAIN)]
     caches.change(instances, models, np.array([0, 1, 2, -1]))
     assert held_of(caches, CHAIN, 4) == [0, 0, len(CHAIN), 0]
 
 
-def held_of(caches: Caches, chain: tuple[int, ...], instances: int) -> list[int]:
+def held_of(caches: PrefixCaches, chain: tuple[int, ...], instances: int) -> list[int]:
     """Return the number of blocks of a chain that each instance holds."""
     request = Request(id=1, input_tokens=len(chain) * BLOCK, blocks=chain, block_tokens=BLOCK)
     tokens: list[int] = caches.hit_tokens(request, np.arange(instances), request.input_tokens).tolist()

@@ -16,7 +16,7 @@ from tests.control.churn_rig import base, engine, join, joining
 from tests.control.live_rig import BLOCK_TOKENS, request
 
 from kvroute.control import Control, ControlSpec, LogRecord, decisions_equal, replay
-from kvroute.oracle import OracleSettings
+from kvroute.oracle import OracleSpec
 from kvroute.policies import NO_BOUND
 from kvroute.types import (
     Admitted,
@@ -40,8 +40,8 @@ from kvroute.types import (
     TransferMeasured,
 )
 
-SPEC = ControlSpec(decode="foresight", shadow="netkv", oracle=OracleSettings(self_measured=True))
-ALONE = msgspec.structs.replace(SPEC, decode="foresight-joint", parameters={"token_delay_max": NO_BOUND})
+SPEC = ControlSpec(decode="foresight", shadow="netkv", oracle=OracleSpec(self_measured=True))
+AGGREGATED = msgspec.structs.replace(SPEC, decode="foresight-joint", parameters={"token_delay_max": NO_BOUND})
 """It lets one instance serve a request."""
 ROLES = ("prefill", "decode", "prefill", "decode", "prefill", "decode", "both")
 CHAINS = tuple(tuple(range(start, start + 40)) for start in (100, 200, 300))
@@ -156,7 +156,7 @@ class Churn(RuleBasedStateMachine):
                     assert target in self.up
                     step.source, step.target = source, target
                     # Prefill and decode of an instance that does both are over at once.
-                    step.stage = "decode" if source != target else "alone" if len(decisions) == 1 else "both"
+                    step.stage = "decode" if source != target else "aggregated" if len(decisions) == 1 else "both"
                 case Reject():
                     del self.steps[number]
 
@@ -171,9 +171,9 @@ class Churn(RuleBasedStateMachine):
         elif step.stage == "prefill":
             event = PrefillFailed(self.now, number) if what == "fail" else PrefillFinished(self.now, number)
             self.follow(number, step, self.handle(event))
-        elif what == "fail" and step.stage in ("decode", "alone"):
+        elif what == "fail" and step.stage in ("decode", "aggregated"):
             self.follow(number, step, self.handle(DecodeFailed(self.now, number)))
-        elif step.stage == "alone":
+        elif step.stage == "aggregated":
             self.handle(Admitted(self.now, number))
             step.stage = "answer"
         elif step.stage == "decode":
@@ -211,7 +211,7 @@ class Churn(RuleBasedStateMachine):
         for step in self.steps.values():
             if step.stage in ("prefill", "both"):
                 queued[step.source] += 1
-            if step.stage in ("decode", "alone", "both"):
+            if step.stage in ("decode", "aggregated", "both"):
                 queued[step.target] += 1
         assert {name: load.queued for name, load in self.control.loads(self.now).items()} == queued
 
@@ -300,12 +300,12 @@ Churn.TestCase.settings = settings(max_examples=60, stateful_step_count=40, dead
 TestChurn = Churn.TestCase
 
 
-class ChurnAlone(Churn):
+class ChurnAggregated(Churn):
     """The same where one instance may serve a request."""
 
-    spec: ClassVar[ControlSpec] = ALONE
+    spec: ClassVar[ControlSpec] = AGGREGATED
     apart_s: ClassVar[float] = 1e5
 
 
-ChurnAlone.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestChurnAlone = ChurnAlone.TestCase
+ChurnAggregated.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestChurnAggregated = ChurnAggregated.TestCase

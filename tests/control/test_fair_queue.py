@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.control import FairQueue, QueuedRequest, RequestQueue, Waiting
+from kvroute.control import FairQueue, QueuedRequest, RequestQueue, WaitingRequest
 
 KEYS = ("alice", "bob", "carol")
 weights = st.fixed_dictionaries({key: st.sampled_from([0.5, 1.0, 2.0, 7.0]) for key in KEYS})
@@ -24,7 +24,7 @@ def test_keys_that_wait_share_the_work_by_their_weights(
     requests leave the queue."""
     queue = FairQueue()
     for number, (key, work_s) in enumerate(arrivals):
-        queue.push(Waiting(number, key, 0, weight[key], work_s))
+        queue.push(WaitingRequest(number, key, 0, weight[key], work_s))
     gone = {number for number in cancelled if queue.remove(number)}
     left = {key: [i for i, (k, _) in enumerate(arrivals) if k == key and i not in gone] for key in KEYS}
     most = {key: max((arrivals[i][1] for i in left[key]), default=0.0) / weight[key] for key in KEYS}
@@ -46,7 +46,7 @@ def test_it_is_work_conserving_and_bands_are_strict(
     """`pop` returns a request whenever one waits, always of the highest band, and each exactly once."""
     queue, waiting = FairQueue(), dict[int, int]()
     for number, (key, band, work_s, pops) in enumerate(steps):
-        queue.push(Waiting(number, key, band, 1.0, work_s))
+        queue.push(WaitingRequest(number, key, band, 1.0, work_s))
         waiting[number] = band
         if pops:
             request = queue.pop()
@@ -62,9 +62,9 @@ def test_a_key_that_comes_late_is_not_starved(flood: int, work_s: float) -> None
     """However many requests of another key wait, one of those is served at most before the first of a new key."""
     queue = FairQueue()
     for number in range(flood):
-        queue.push(Waiting(number, "flood", 0, 1.0, work_s))
+        queue.push(WaitingRequest(number, "flood", 0, 1.0, work_s))
     queue.pop()
-    queue.push(Waiting(flood, "late", 0, 1.0, work_s))
+    queue.push(WaitingRequest(flood, "late", 0, 1.0, work_s))
     order = [request.key for request in iter(queue.pop, None)]
     assert "late" in order[:2]
 
@@ -73,15 +73,15 @@ def test_the_work_ahead_of_a_request_counts_each_key_by_its_weight() -> None:
     """A request of weight 2 waits for half the work that others of weight 1 get in its turn."""
     queue = FairQueue()
     for number in range(10):
-        queue.push(Waiting(number, "flood", 0, 1.0, 1.0))
-    queue.push(Waiting(10, "urgent", 1, 1.0, 3.0))
-    assert queue.ahead_s(Waiting(11, "heavy", 0, 2.0, 4.0)) == 3.0 + 2.0
-    assert queue.ahead_s(Waiting(11, "flood", 0, 1.0, 4.0)) == 3.0 + 10.0
-    assert queue.ahead_s(Waiting(11, "low", -1, 1.0, 4.0)) == 13.0
+        queue.push(WaitingRequest(number, "flood", 0, 1.0, 1.0))
+    queue.push(WaitingRequest(10, "urgent", 1, 1.0, 3.0))
+    assert queue.ahead_s(WaitingRequest(11, "heavy", 0, 2.0, 4.0)) == 3.0 + 2.0
+    assert queue.ahead_s(WaitingRequest(11, "flood", 0, 1.0, 4.0)) == 3.0 + 10.0
+    assert queue.ahead_s(WaitingRequest(11, "low", -1, 1.0, 4.0)) == 13.0
 
 
 def _queued(number: int, *, expires_at: float = 100.0, deadline: float = math.inf, band: int = 0) -> QueuedRequest:
-    return QueuedRequest(Waiting(number, "a", band, 1.0, 1.0), expires_at, deadline)
+    return QueuedRequest(WaitingRequest(number, "a", band, 1.0, 1.0), expires_at, deadline)
 
 
 def test_a_request_gives_up_when_its_deadline_cannot_be_met() -> None:

@@ -1,4 +1,4 @@
-"""After a rehearsal no kernel is compiled during the first requests, for each policy, constraint and option."""
+"""After the warm-up no kernel is compiled during the first requests, for each policy, constraint and option."""
 
 from __future__ import annotations
 

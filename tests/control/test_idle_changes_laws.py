@@ -13,7 +13,7 @@ from tests.control.churn_rig import base, engine, joining
 from tests.control.live_rig import BLOCK_TOKENS, request
 
 from kvroute.control import Control, ControlSpec
-from kvroute.oracle import OracleSettings
+from kvroute.oracle import OracleSpec
 from kvroute.policies import NO_BOUND
 from kvroute.types import (
     Admitted,
@@ -44,9 +44,9 @@ SPECS = (
         decode="foresight",
         shadow="netkv",
         slow_start_s=4.0,
-        oracle=OracleSettings(self_measured=True, stale_after_s=20.0),
+        oracle=OracleSpec(self_measured=True, stale_after_s=20.0),
     ),
-    ControlSpec(decode="netkv", overcommit=True, slow_start_s=4.0, oracle=OracleSettings(self_measured=True)),
+    ControlSpec(decode="netkv", overcommit=True, slow_start_s=4.0, oracle=OracleSpec(self_measured=True)),
     ControlSpec(decode="round-robin", prefill="round-robin"),
     ControlSpec(decode="foresight-joint", parameters={"token_delay_max": NO_BOUND}, slow_start_s=4.0),
 )
@@ -124,7 +124,7 @@ class Twins:
                 case Prefill():
                     self.stage[number] = "prefill"
                 case Decode(source=source, target=target) if source == target:
-                    self.stage[number] = "alone" if len(decisions) == 1 else "stays"
+                    self.stage[number] = "aggregated" if len(decisions) == 1 else "kept"
                 case Decode(source=source, target=target):
                     self.stage[number], self.route[number] = "decode", (source, target)
                 case Reject():
@@ -139,12 +139,12 @@ class Twins:
             case "prefill":
                 event = PrefillFailed(self.now, number) if fail else PrefillFinished(self.now, number)
                 self.follow(number, self.both(event))
-            case "stays":
+            case "kept":
                 self.both(PrefillFinished(self.now, number))
-                self.stage[number] = "alone"
-            case "alone" if fail:
+                self.stage[number] = "aggregated"
+            case "aggregated" if fail:
                 self.follow(number, self.both(DecodeFailed(self.now, number, kv_lost=True)))
-            case "alone":
+            case "aggregated":
                 self.both(Admitted(self.now, number))
                 self.stage[number] = "answer"
             case "decode":

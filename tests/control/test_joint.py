@@ -45,7 +45,7 @@ TOKENS = 10_000
 
 
 def core(text: str = TEXT, **spec: Any) -> Control:
-    return ControlSpec(decode="foresight-joint", parameters={"alone": 0}, **spec).build(parse(text))
+    return ControlSpec(decode="foresight-joint", parameters={"aggregated": 0}, **spec).build(parse(text))
 
 
 def prefilled(control: Control, at: float, number: int) -> str:

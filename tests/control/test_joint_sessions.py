@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.control.test_alone import TEXT, alone
+from tests.control.test_alone import TEXT, aggregated
 
 from kvroute.control import Control, ControlSpec
 from kvroute.policies import NO_BOUND
@@ -42,11 +42,11 @@ def served_by(control: Control, *instances: str) -> None:
 def test_an_instance_alone_has_the_bonus(ahead_tokens: int, expected: str) -> None:
     """A prompt of 60 ms ahead of the session's decode instance costs less than the bonus: its time, its delay by this
     one, and the later prompts to which it points. One of 0.61 s costs more."""
-    control = core(alone=1)
+    control = core(aggregated=1)
     served_by(control, "d1")
     arrive(control, 1, ahead_tokens, "d1")
     decisions = arrive(control, 2, session=MINE)
-    assert alone(decisions) == expected
+    assert aggregated(decisions) == expected
     assert isinstance(decisions[0], Decode)
     terms = decisions[0].terms
     assert terms is not None
@@ -56,16 +56,16 @@ def test_an_instance_alone_has_the_bonus(ahead_tokens: int, expected: str) -> No
 
 
 def test_a_request_of_another_session_has_no_bonus() -> None:
-    control = core(alone=1)
+    control = core(aggregated=1)
     served_by(control, "d1")
     decisions = arrive(control, 1, session=MINE + 1)
-    assert alone(decisions) == "d0"
+    assert aggregated(decisions) == "d0"
 
 
 @pytest.mark.parametrize(("ahead_tokens", "expected"), [(4_000, "p1"), (6_000, "p0")])
 def test_a_pair_has_the_bonus(ahead_tokens: int, expected: str) -> None:
     """0.41 s of work ahead of the session's prefill instance are less than the bonus, 0.61 s are more."""
-    control = core(alone=0)
+    control = core(aggregated=0)
     served_by(control, "p1", "d1")
     arrive(control, 1, ahead_tokens, "p1", "d1")
     (prefill,) = arrive(control, 2, session=MINE)
@@ -82,18 +82,18 @@ def test_a_pair_has_the_bonus(ahead_tokens: int, expected: str) -> None:
 @pytest.mark.parametrize(("session", "first"), [(MINE, Prefill), (MINE + 1, Decode)])
 def test_a_pair_with_the_bonus_can_be_cheaper_than_an_instance_alone(session: int, first: type[Decision]) -> None:
     """Without the bonus a decode instance alone is cheaper, because nothing is transferred."""
-    control = core(alone=1)
+    control = core(aggregated=1)
     control.handle(SessionsServed(0.0, ((MINE, "p1", ""),)))
     (decision,) = arrive(control, 1, session=session)
     assert isinstance(decision, first)
     if isinstance(decision, Prefill):
         assert decision.instance == "p1"
         assert decision.terms is not None
-        assert decision.terms.parts["pair_s"][1] < decision.terms.parts["alone_s"][1]
+        assert decision.terms.parts["pair_s"][1] < decision.terms.parts["aggregated_s"][1]
 
 
 def test_a_prefill_instance_that_goes_on_has_served_both_legs() -> None:
-    control = core(alone=2)
+    control = core(aggregated=2)
     decisions = arrive(control, 0, 1_000, "p1", session=MINE)
     assert [type(each) for each in decisions] == [Prefill, Decode]
     (served,) = control.sessions(0.0)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.serve.rig import CLUSTER as TEXT
 
 from kvroute.control import ControlSpec
-from kvroute.control.learning.learned_capacity import Answers, Learned
-from kvroute.oracle import NetworkOracle, OracleSettings
+from kvroute.control.learning.learned_capacity import Answers, LearnedCapacity
+from kvroute.oracle import NetworkOracle, OracleSpec
 from kvroute.policies.foresight.spec import ForesightSpec
 from kvroute.topology import parse
 from kvroute.types import (
@@ -36,7 +36,7 @@ measured = st.tuples(
 )
 
 
-def add_measurements(learned: Learned, at: float, measurements: list[tuple[float, int, float, float]]) -> float:
+def add_measurements(learned: LearnedCapacity, at: float, measurements: list[tuple[float, int, float, float]]) -> float:
     """Report transfers that end one after the other from `at` on; return the time of the last end."""
     for wait_s, tier, kv_bytes, predicted_bytes in measurements:
         at += wait_s
@@ -50,7 +50,7 @@ def test_foresight_continues_from_the_learned_state_of_another_core(
     before: list[tuple[float, int, float, float]], wait_s: float, after: list[tuple[float, int, float, float]]
 ) -> None:
     """The state is equal at once, and nearly equal after later transfers (two decays round twice)."""
-    old, new = Learned(ForesightSpec()), Learned(ForesightSpec())
+    old, new = LearnedCapacity(ForesightSpec()), LearnedCapacity(ForesightSpec())
     at = add_measurements(old, 100.0, before) + wait_s
     shown = old.seen(at)
     new.resume(at, old.known_at(at, ()))
@@ -81,7 +81,7 @@ def test_the_oracle_continues_from_the_learned_state_of_another_one(
     later_s: float,
 ) -> None:
     """Costs are equal to the last bit, at once and after later transfers."""
-    spec = ControlSpec(oracle=OracleSettings(self_measured=True, stale_after_s=30.0))
+    spec = ControlSpec(oracle=OracleSpec(self_measured=True, stale_after_s=30.0))
     old, new = spec.build(CLUSTER), spec.build(CLUSTER)
     at = 0.0
     for wait_s, source, target, kv_bytes, seconds in before:
@@ -118,7 +118,7 @@ def _costs(oracle: NetworkOracle, at: float) -> list[list[float]]:
 )
 def test_a_learned_state_that_does_not_fit_is_rejected(event: Event) -> None:
     """A log may come from an unknown source; the core stays unchanged."""
-    core = ControlSpec(decode="foresight", oracle=OracleSettings(self_measured=True)).build(CLUSTER)
+    core = ControlSpec(decode="foresight", oracle=OracleSpec(self_measured=True)).build(CLUSTER)
     before = core.learned(1.0)
     with pytest.raises(InputError):
         core.handle(event)

@@ -72,7 +72,7 @@ class RequestState:
     """Instances that failed the request, the latest one last."""
     only: tuple[str, ...] | None = None
     """Instances that may serve it; None: all."""
-    joint: bool = False
+    both_on_arrival: bool = False
     """Both legs are chosen on arrival."""
 
     def fails(self, name: str) -> None:
@@ -137,18 +137,20 @@ class Histories(RuleBasedStateMachine):
         one_leg=st.sampled_from([False, False, False, True]),
         depth=st.integers(0, len(CHAIN)),
         only=st.none() | st.lists(st.sampled_from((*NAMES, "unknown")), max_size=8, unique=True).map(tuple),
-        joint=st.sampled_from([False, False, True]),
+        both_on_arrival=st.sampled_from([False, False, True]),
     )
     def arrive(
-        self, tokens: int, answer: int, one_leg: bool, depth: int, only: tuple[str, ...] | None, joint: bool
+        self, tokens: int, answer: int, one_leg: bool, depth: int, only: tuple[str, ...] | None, both_on_arrival: bool
     ) -> None:
         """A request arrives, possibly with the instances that may serve it, or with both legs to be chosen."""
         blocks = CHAIN[: min(depth, tokens // BLOCK_TOKENS)]
         state = RequestState(
-            request(self.count, tokens, answer, one_leg=one_leg, blocks=blocks), only=only, joint=joint
+            request(self.count, tokens, answer, one_leg=one_leg, blocks=blocks),
+            only=only,
+            both_on_arrival=both_on_arrival,
         )
         self.count += 1
-        self.follow(state, self.notify(Arrived(0, state.request, only, joint)))
+        self.follow(state, self.notify(Arrived(0, state.request, only, both_on_arrival)))
 
     @precondition(lambda self: self.some_request_with(prefilling))
     @rule(data=st.data())
@@ -208,11 +210,13 @@ class Histories(RuleBasedStateMachine):
             return
         (decode,) = decisions
         assert isinstance(decode, Decode)
-        alone = state.source == state.target
-        assert (decode.source, decode.target) == (served if alone else state.source, served)
-        assert decode.kv_bytes == (0.0 if alone else (state.request.input_tokens - decode.hit_tokens) * TOKEN_BYTES)
-        state.crossing = not alone and not state.prefill and not state.admitted
-        if alone and state.prefill:
+        aggregated = state.source == state.target
+        assert (decode.source, decode.target) == (served if aggregated else state.source, served)
+        assert decode.kv_bytes == (
+            0.0 if aggregated else (state.request.input_tokens - decode.hit_tokens) * TOKEN_BYTES
+        )
+        state.crossing = not aggregated and not state.prefill and not state.admitted
+        if aggregated and state.prefill:
             state.prefill = served if PLACE[served].role == "both" else ""
         state.source, state.target = decode.source, decode.target
 
@@ -316,7 +320,7 @@ class Histories(RuleBasedStateMachine):
                 state.prefill = state.source = prefill.instance
                 state.booked_s = 0.010 + 100e-6 * (state.request.input_tokens - prefill.cached_tokens)
                 instance = PLACE[prefill.instance]
-                assert len(rest) == (state.joint or instance.role == "both" or instance.protocol == "sglang")
+                assert len(rest) == (state.both_on_arrival or instance.role == "both" or instance.protocol == "sglang")
                 for decode in rest:
                     assert isinstance(decode, Decode)
                     self.check_decode(state, decode)
@@ -347,7 +351,7 @@ class Histories(RuleBasedStateMachine):
         if source is target:
             assert decode.kv_bytes == 0.0
             if arrived.one_leg:
-                able = [name for name in self.able_alone() if overcommits or self.has_room(arrived, name)]
+                able = [name for name in self.able_aggregated() if overcommits or self.has_room(arrived, name)]
                 assert decode.target in state.allows(able)
             else:
                 assert source.role == "both"
@@ -360,13 +364,15 @@ class Histories(RuleBasedStateMachine):
     def check_reject(self, state: RequestState, source: str) -> None:
         """Check that no instance can serve: none is up, or none of those that are up has room."""
         if state.request.one_leg:
-            able = [name for name in self.able_alone() if state.only is None or name in state.only]
+            able = [name for name in self.able_aggregated() if state.only is None or name in state.only]
         elif source:
             able = state.allows(self.targets_of(PLACE[source]))
         else:
             prefill = [PLACE[name] for name in state.allows(self.able_to_prefill())]
             # The core chooses any other prefill instance before it considers decode instances.
-            assert all(place.role == "prefill" and (state.joint or place.protocol == "sglang") for place in prefill)
+            assert all(
+                place.role == "prefill" and (state.both_on_arrival or place.protocol == "sglang") for place in prefill
+            )
             able = [taker for place in prefill for taker in state.allows(self.targets_of(place))]
         assert not any(self.has_room(state.request, name) for name in able)
         assert not able or not self.spec.get("overcommit")
@@ -392,7 +398,7 @@ class Histories(RuleBasedStateMachine):
             and (not inside or MIXED.tier[MIXED.index(source.name), MIXED.index(name)] <= SAME_RACK)
         ]
 
-    def able_alone(self) -> list[str]:
+    def able_aggregated(self) -> list[str]:
         """Return the instances that can compute a prompt and its output; SGLang's decode engines cannot."""
         return [
             name
@@ -467,7 +473,7 @@ class Histories(RuleBasedStateMachine):
 
     def keeps_kv(self, state: RequestState) -> bool:
         """Return whether its KV cache survives a failed decode leg."""
-        return state.source != state.target and PLACE[state.source].protocol != "sglang" and not state.joint
+        return state.source != state.target and PLACE[state.source].protocol != "sglang" and not state.both_on_arrival
 
     def pick(self, data: st.DataObject, fits: Any) -> RequestState:
         """Draw a request in flight that fits."""

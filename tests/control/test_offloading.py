@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvroute.control import Control, ControlSpec
-from kvroute.oracle import OracleSettings
+from kvroute.oracle import OracleSpec
 from kvroute.policies.fleet.offload import OffloadSpec
 from kvroute.policies.fleet.role_switch import LongTerm
 from kvroute.topology import Cluster, InstanceDefaults, build, parse, two_datacenters
@@ -98,7 +98,7 @@ def test_utilisation_by_others_excludes_own_bytes(parted: bool) -> None:
     spec = ControlSpec(
         prefill="cache-aware",
         offload=OffloadSpec(threshold_tokens=20_000.0, rule="scarce"),
-        oracle=OracleSettings(separates_own_traffic=parted),
+        oracle=OracleSpec(separates_own_traffic=parted),
     )
     control = spec.build(cluster())
     offloading = control.offloading

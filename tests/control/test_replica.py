@@ -202,7 +202,7 @@ def test_without_the_stream_every_gateway_goes_on_alone() -> None:
     gateways.cut()
     gateways.arrive(second)
     gateways.settle()
-    assert [member.replica.state for member in gateways.living] == ["alone", "alone"]
+    assert [member.replica.state for member in gateways.living] == ["disconnected", "disconnected"]
     assert sum(counts(first.control, gateways.at(first))["prefill llama-3-70b"]) == 1
     assert sum(counts(second.control, gateways.at(second))["prefill llama-3-70b"]) == 2
     gateways.restore()

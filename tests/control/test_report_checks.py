@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.control.live_rig import request
 from tests.control.replica_rig import CLUSTER, NAMES, SPEC
 
-from kvroute.control import Admissions, Control, Replica, Usage
+from kvroute.control import Admissions, ChargedUsage, Control, Replica
 from kvroute.types import (
     AdmissionCounts,
     Arrived,
@@ -94,7 +94,7 @@ def test_no_report_makes_a_core_unusable(reports: list[PeerReport]) -> None:
     """It is applied or refused with an InputError; afterwards the costs of all candidates are finite. Counts for common
     limits are never negative."""
     control, admissions = SPEC.build(CLUSTER), Admissions()
-    replica = Replica("own", lease_s=4.0, approximate=frozenset(NAMES), admissions=admissions, usage=Usage())
+    replica = Replica("own", lease_s=4.0, approximate=frozenset(NAMES), admissions=admissions, usage=ChargedUsage())
     for report in reports:
         with suppress(InputError):
             receive(control, replica, report)

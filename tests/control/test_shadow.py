@@ -55,7 +55,7 @@ SIZES = st.lists(st.integers(100, 20_000), min_size=1, max_size=12)
 def core(**spec: Any) -> Control:
     """Return a new core on the cluster above, in which every request has two legs."""
     if spec.get("decode") == "foresight-joint":
-        spec.setdefault("parameters", {"alone": 0})
+        spec.setdefault("parameters", {"aggregated": 0})
     return ControlSpec(**spec).build(parse(TEXT))
 
 

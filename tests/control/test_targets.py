@@ -21,7 +21,7 @@ def core(nic_gbps: float, **parameters: float) -> Control:
     text = draft(
         "slo", ["http://p0:8000", "http://p1:8000"], decode, model="llama-3-70b", nic_bytes_per_s=nic_gbps * 1e9 / 8
     )
-    return ControlSpec(parameters={"alone": 1} | parameters).build(parse(text))
+    return ControlSpec(parameters={"aggregated": 1} | parameters).build(parse(text))
 
 
 def running(control: Control, *names: str) -> Control:
@@ -55,7 +55,7 @@ def test_a_target_decides_which_choice_is_preferred(parameters: dict[str, float]
     assert isinstance(decision, first)
     terms = decision.terms
     assert terms is not None
-    assert ("misses" in terms.parts or "alone_s" in terms.parts) or not parameters
+    assert ("misses" in terms.parts or "aggregated_s" in terms.parts) or not parameters
 
 
 @pytest.mark.parametrize("ttft", [0.0, 1.5])
@@ -76,7 +76,7 @@ def test_an_idle_instance_misses_the_target_too(ttft: float) -> None:
 def test_decodes_prefer_instances_whose_steps_keep_the_target(tpot: float, expected: str) -> None:
     """A long transfer to decode1 is in flight, so decode0 costs less. It runs eight requests: its steps take 50.9 ms,
     those of decode1 50.2 ms. A target that both miss changes nothing."""
-    control = running(core(2.0, tpot=tpot, alone=0), *["decode0"] * 8)
+    control = running(core(2.0, tpot=tpot, aggregated=0), *["decode0"] * 8)
     control.handle(Arrived(0.0, Request(id=5, input_tokens=20_000, max_output_tokens=10), only=("prefill1", "decode1")))
     (sent,) = control.handle(PrefillFinished(0.05, 5))
     assert isinstance(sent, Decode)

@@ -10,8 +10,8 @@ import aiohttp
 import msgspec
 
 from kvroute import topology
-from kvroute.doctor import Options, Report, examine
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
+from kvroute.doctor import ExaminationReport, ExaminationSpec, examine
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
 from kvroute.serve.lifecycle.deployment import Deployment
 from kvroute.types import Endpoint, KvProtocol
 
@@ -30,7 +30,7 @@ instances:
 MODEL = "llama-3-70b"
 NAMES = ("prefill0", "prefill1", "decode0", "decode1")
 TOKENS = 256
-OPTIONS = Options(prompt_tokens=TOKENS, timeout_s=200.0, seed=1)
+OPTIONS = ExaminationSpec(prompt_tokens=TOKENS, timeout_s=200.0, seed=1)
 
 
 def role_of(name: str) -> str:
@@ -73,7 +73,7 @@ class DoctorRig:
         """Return the deployment of the cluster file."""
         return Deployment.of(cluster_text(self.endpoints, head=head, gateway=gateway, tp=tp), "clinic.yaml")
 
-    async def examine(self, options: Options = OPTIONS, **file: str) -> Report:
+    async def examine(self, options: ExaminationSpec = OPTIONS, **file: str) -> ExaminationReport:
         """Examine the cluster file that `deployment` returns."""
         return await examine(self.deployment(**file), options)  # type: ignore[arg-type]
 
@@ -83,7 +83,7 @@ async def running_rig(
     protocol: KvProtocol = "vllm",
     names: Sequence[str] = NAMES,
     head: str = HEAD,
-    settings: EmulatedClusterSettings | None = None,
+    settings: EmulatedClusterSpec | None = None,
 ) -> AsyncIterator[DoctorRig]:
     """Run engines of this protocol; `head` is the network that they really have."""
     placeholders = {
@@ -91,5 +91,5 @@ async def running_rig(
         for port, name in enumerate(names, start=1)
     }
     cluster = topology.parse(cluster_text(placeholders, head=head))
-    async with EmulatedCluster(cluster, settings or EmulatedClusterSettings()) as fleet:
+    async with EmulatedCluster(cluster, settings or EmulatedClusterSpec()) as fleet:
         yield DoctorRig(fleet, dict(fleet.ready().instances))

@@ -7,7 +7,7 @@ from tests.doctor.rig import HEAD, OPTIONS
 
 from kvroute import topology
 from kvroute.doctor import examine
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
 from kvroute.serve.lifecycle.deployment import Deployment
 
 TEXT = (
@@ -23,7 +23,7 @@ def test_each_rank_and_each_pair_of_ranks_is_examined() -> None:
 
     async def main() -> None:
         cluster = topology.parse(TEXT)
-        async with EmulatedCluster(cluster, EmulatedClusterSettings()) as fleet:
+        async with EmulatedCluster(cluster, EmulatedClusterSpec()) as fleet:
             made = Deployment.of(TEXT, "ranks.yaml", endpoints=fleet.ready().instances)
             report = await examine(made, OPTIONS)
             assert [finding.sentence for finding in report.findings] == []

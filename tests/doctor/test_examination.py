@@ -16,8 +16,8 @@ from tests.doctor.rig import HEAD, MODEL, OPTIONS, TOKENS, DoctorRig, cluster_te
 from tests.serve.stub_engines import Engine, Gate, ReceivedRequest, listening, run, tokens
 from tests.waiting import until
 
-from kvroute.doctor import Options, Report, examine
-from kvroute.emulator import EmulatedClusterSettings
+from kvroute.doctor import ExaminationReport, ExaminationSpec, examine
+from kvroute.emulator import EmulatedClusterSpec
 from kvroute.serve.lifecycle.deployment import Deployment
 from kvroute.types import Endpoint, KvProtocol
 
@@ -50,8 +50,8 @@ def test_healthy_engines_have_no_findings(protocol: KvProtocol) -> None:
         prefills = [engine for engine in report.engines if engine.role == "prefill"]
         assert all(engine.events and engine.events.own_batches for engine in prefills)
         alone = {"vllm": ["decode0", "decode1", "prefill0", "prefill1"], "mooncake": ["decode0", "decode1"]}
-        assert [engine.name for engine in report.engines if engine.alone == ""] == alone.get(protocol, [])
-        assert all(not engine.alone for engine in report.engines)
+        assert [engine.name for engine in report.engines if engine.aggregated == ""] == alone.get(protocol, [])
+        assert all(not engine.aggregated for engine in report.engines)
 
     run(main())
 
@@ -237,7 +237,7 @@ def test_kv_of_the_wrong_size_is_found() -> None:
 
 def test_engines_without_kv_events_cause_no_finding() -> None:
     async def main() -> None:
-        async with running_rig(names=PAIR, settings=EmulatedClusterSettings(kv_events=False)) as rig:
+        async with running_rig(names=PAIR, settings=EmulatedClusterSpec(kv_events=False)) as rig:
             report = await rig.examine()
         assert report.well
         assert all(engine.events is None for engine in report.engines)
@@ -249,7 +249,7 @@ def test_an_examination_ends_in_time_if_an_engine_hangs() -> None:
     async def main() -> None:
         async with running_rig() as rig:
             await rig.order("prefill0", share=1, status="hang", leg="prefill")
-            options = Options(prompt_tokens=TOKENS, timeout_s=3.0, seed=1)
+            options = ExaminationSpec(prompt_tokens=TOKENS, timeout_s=3.0, seed=1)
             report = await rig.examine(options)
             moved = {pair.name: pair.moved for pair in report.pairs}
             assert moved["prefill0 -> decode0"] == "failed"
@@ -269,7 +269,7 @@ async def idle(rig: DoctorRig) -> bool:
 def test_pairs_that_were_not_examined_in_time_are_a_finding() -> None:
     async def main() -> None:
         async with running_rig() as rig:
-            report = await rig.examine(Options(prompt_tokens=TOKENS, timeout_s=1e-3))
+            report = await rig.examine(ExaminationSpec(prompt_tokens=TOKENS, timeout_s=1e-3))
         assert "use a longer --timeout" in report.findings[-1].sentence
         assert {pair.moved for pair in report.pairs} == {"not tried"}
 
@@ -309,7 +309,7 @@ class StubBehaviour:
         return await tokens(engine, request, received)
 
 
-async def examined(engines: list[Engine], key: str = "", options: Options = OPTIONS) -> Report:
+async def examined(engines: list[Engine], key: str = "", options: ExaminationSpec = OPTIONS) -> ExaminationReport:
     return await examine(deployment(engines), options, key)
 
 
@@ -320,7 +320,7 @@ def deployment(engines: list[Engine], gateway: str = "") -> Deployment:
 
 @pytest.mark.parametrize(
     ("gateway", "found"),
-    [("", ["prefill0"]), ("gateway: {parameters: {alone: 1}}\n", []), ("gateway: {policy: foresight}\n", [])],
+    [("", ["prefill0"]), ("gateway: {parameters: {aggregated: 1}}\n", []), ("gateway: {policy: foresight}\n", [])],
 )
 def test_an_engine_that_cannot_serve_a_request_alone_is_found_if_it_may_have_to(gateway: str, found: list[str]) -> None:
     async def main() -> None:
@@ -396,7 +396,7 @@ def test_a_cancelled_examination_leaves_no_request_running() -> None:
             Engine("decode0", "decode", serve=StubBehaviour().serve),
         ]
         async with listening(engines):
-            options = Options(prompt_tokens=TOKENS, timeout_s=3600.0, seed=1)  # no timeout ends the request
+            options = ExaminationSpec(prompt_tokens=TOKENS, timeout_s=3600.0, seed=1)  # no timeout ends the request
             task = asyncio.get_running_loop().create_task(examined(engines, options=options))
             await gate.entered.wait()
             task.cancel()

@@ -13,7 +13,7 @@ from tests.doctor.rig import HEAD, cluster_text
 
 from kvroute import llm, topology
 from kvroute.doctor.clock import OFFSET_MAX_S, Offset, from_date, from_timestamp, narrowest, wrong
-from kvroute.doctor.counters import Counters, external_tokens, failures, movement, read_counters
+from kvroute.doctor.counters import PageCounters, external_tokens, failures, movement, read_counters
 from kvroute.doctor.pairs import chosen_pairs, possible_pairs
 from kvroute.doctor.probe import Outcome
 from kvroute.doctor.report import ClockReport, EngineReport, PairReport
@@ -144,7 +144,7 @@ def test_failed_transfers_are_reported_with_their_reason() -> None:
 def test_prompt_tokens_from_a_connector_are_counted() -> None:
     page = b'vllm:external_prefix_cache_hits_total{engine="0"} %d\n'
     assert external_tokens(read_counters(page % 100), read_counters(page % 612)) == 512.0
-    assert external_tokens(Counters(), Counters()) is None
+    assert external_tokens(PageCounters(), PageCounters()) is None
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from tests.emulator.test_wan import AWAY, DECODE, MODEL, SITES, WAN_PATH, Hand, 
 from tests.waiting import until
 
 from kvroute import llm
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
-from kvroute.emulator.kv.fabric import Fabric
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
+from kvroute.emulator.kv.fabric import EmulatedFabric
 from kvroute.types import DecodeSpec, LinearPrefill, TimingSpec
 
 CAPACITY = 12.5e9
@@ -40,7 +40,7 @@ def test_the_slower_of_prefill_and_link_limits_the_rate(
     """From the end of the first layer on, bytes are sent at most at the speed of the prefill; when it ends, the rest is
     sent at link speed (as in the simulator's layer-wise mode)."""
     clock, nbytes, rate = Hand(), gigabytes * 1e9, share * CAPACITY
-    fabric, hold = Fabric(SITES, clock, kv_scale=1e-6), Hold(clock)
+    fabric, hold = EmulatedFabric(SITES, clock, kv_scale=1e-6), Hold(clock)
     fabric.degrade(WAN_PATH, share)
     first_s = prefill_s / layers
     clock.run(first_s)
@@ -68,7 +68,7 @@ class Busy(Hand):
 def test_progress_read_after_sync_belongs_to_its_time() -> None:
     """Bytes and their time must belong together; otherwise the throughput looks higher than the link's capacity."""
     clock = Busy()
-    fabric = Fabric(SITES, clock, kv_scale=1e-6)
+    fabric = EmulatedFabric(SITES, clock, kv_scale=1e-6)
     transfer = fabric.send(SITES.index(AWAY), SITES.index(DECODE), 1e12, Hold(clock))
     samples = [(fabric.sync(), *fabric.progress(transfer)) for _ in range(5)]
     fabric.close()
@@ -119,7 +119,7 @@ def on_sites(check: Callable[[Sites], Awaitable[None]]) -> None:
     cluster = replace(SITES, timing=dict.fromkeys(SITES.timing, QUICK))
 
     async def main() -> None:
-        async with EmulatedCluster(cluster, EmulatedClusterSettings()) as fleet, aiohttp.ClientSession() as session:
+        async with EmulatedCluster(cluster, EmulatedClusterSpec()) as fleet, aiohttp.ClientSession() as session:
             await check(Sites(fleet, session))
 
     uvloop.run(main())

@@ -15,7 +15,7 @@ from tests.serve.rig import CLUSTER, MODEL
 from tests.waiting import becomes_true
 
 from kvroute import topology
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
 from kvroute.types import InputError
 
 TEXT = CLUSTER.replace(
@@ -33,7 +33,7 @@ def on_fleet(check: Callable[[EmulatedCluster, aiohttp.ClientSession, str], Awai
 
     async def main() -> None:
         async with (
-            EmulatedCluster(topology.parse(TEXT), EmulatedClusterSettings()) as fleet,
+            EmulatedCluster(topology.parse(TEXT), EmulatedClusterSpec()) as fleet,
             aiohttp.ClientSession() as session,
         ):
             found = fleet.ready().instances
@@ -155,7 +155,7 @@ def test_a_restart_ends_all_ranks() -> None:
 
 def test_the_ranks_of_an_engine_are_emulated_together() -> None:
     async def main() -> None:
-        async with EmulatedCluster(topology.parse(TEXT), EmulatedClusterSettings(), ["prefill1_dp1"]):
+        async with EmulatedCluster(topology.parse(TEXT), EmulatedClusterSpec(), ["prefill1_dp1"]):
             pass
 
     with pytest.raises(InputError, match="prefill1_dp1 is emulated without all lower ranks of prefill1"):

@@ -23,10 +23,10 @@ import zmq.asyncio
 
 from kvroute import llm, topology
 from kvroute.control import ControlSpec
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
 from kvroute.prefix import block_hashes
 from kvroute.sim.run import simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import Trace
 from kvroute.sim.workload.trace import TracedRequest
 from kvroute.topology import Cluster
@@ -93,11 +93,11 @@ def quick(cluster: Cluster = SMALL) -> Cluster:
 def on_fleet(
     check: Callable[[Client], Awaitable[None]],
     cluster: Cluster | None = None,
-    settings: EmulatedClusterSettings | None = None,
+    settings: EmulatedClusterSpec | None = None,
 ) -> None:
     async def main() -> None:
         async with (
-            EmulatedCluster(cluster or quick(), settings or EmulatedClusterSettings()) as fleet,
+            EmulatedCluster(cluster or quick(), settings or EmulatedClusterSpec()) as fleet,
             aiohttp.ClientSession() as session,
         ):
             await check(Client(fleet, session))
@@ -235,7 +235,7 @@ def test_invalid_requests_get_openai_error_json(body: dict[str, Any], status: in
         assert error["message"]
         assert await client.becomes_idle("decode0")
 
-    on_fleet(check, settings=EmulatedClusterSettings(kv_events=False))
+    on_fleet(check, settings=EmulatedClusterSpec(kv_events=False))
 
 
 def test_kv_events_and_their_replay_follow_vllms_format() -> None:
@@ -298,7 +298,7 @@ def test_faults_occur_as_configured_and_no_more(status: int | str, after_tokens:
         assert (got, b"error" in data) == (200, False)
         assert await client.becomes_idle("decode0")
 
-    on_fleet(check, settings=EmulatedClusterSettings(kv_events=False))
+    on_fleet(check, settings=EmulatedClusterSpec(kv_events=False))
 
 
 def test_a_configured_share_of_prefills_fails_and_no_decode() -> None:
@@ -414,7 +414,7 @@ def test_no_request_is_faster_than_in_the_simulator() -> None:
     lengths = generator.integers(200, 3000, 24).tolist()
     requests = tuple(TracedRequest(float(at), n, 5, (), 16) for at, n in zip(at_s, lengths, strict=True))
     spec = ControlSpec(decode="round-robin", prefill="round-robin")
-    outcomes = simulate(SMALL, Trace("t", requests), spec, SimSettings()).outcomes
+    outcomes = simulate(SMALL, Trace("t", requests), spec, SimSpec()).outcomes
     predicted_s = outcomes.first_token_s - outcomes.arrived_s
     names = [instance.name for instance in SMALL.instances]
     measured_s = [0.0] * len(requests)
@@ -447,14 +447,14 @@ def test_no_request_is_faster_than_in_the_simulator() -> None:
 def test_invalid_settings_and_addresses_are_named() -> None:
     """Each wrong value is named in the error message."""
     with pytest.raises(InputError, match="kv_scale"):
-        EmulatedClusterSettings(kv_scale=2)
+        EmulatedClusterSpec(kv_scale=2)
     with pytest.raises(InputError, match="background"):
-        EmulatedClusterSettings(background=(0.0, 1.0, 0.0, 0.0, 0.0))
+        EmulatedClusterSpec(background=(0.0, 1.0, 0.0, 0.0, 0.0))
     with pytest.raises(InputError, match="no instance 'unknown'"):
-        EmulatedCluster(SMALL, EmulatedClusterSettings(), ["unknown"])
+        EmulatedCluster(SMALL, EmulatedClusterSpec(), ["unknown"])
 
     async def open_from_file() -> None:
-        async with EmulatedCluster(SMALL, EmulatedClusterSettings(endpoints_from_file=True)):
+        async with EmulatedCluster(SMALL, EmulatedClusterSpec(endpoints_from_file=True)):
             pass
 
     with pytest.raises(InputError, match="has no endpoint"):

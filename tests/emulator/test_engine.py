@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from tests.emulator.virtual_engine import BLOCK_TOKENS, DECODE, VirtualClock, engine_on, prompt_of, timed
 
 from kvroute import topology
-from kvroute.emulator.engine.counters import Histogram
+from kvroute.emulator.engine.counters import DurationHistogram
 from kvroute.emulator.engine.engine import Engine
 from kvroute.emulator.engine.sequence import EngineSequence
-from kvroute.emulator.kv.fabric import Fabric
+from kvroute.emulator.kv.fabric import EmulatedFabric
 from kvroute.emulator.kv.kv_events import BlockRemoved, BlockStored, changes
-from kvroute.emulator.prompt import Prompt
+from kvroute.emulator.prompt import EmulatedPrompt
 from kvroute.flows import FlowNetwork
 from kvroute.prefix import Evicted, block_hashes
 from kvroute.sim.network import transfers as sim_network
-from kvroute.sim.network.capacity import Capacity
+from kvroute.sim.network.capacity import LinkCapacities
 from kvroute.sim.settings import Background
 from kvroute.timing import IterationTime
 
@@ -170,7 +170,7 @@ def test_cache_events_describe_the_cache(requests: list[tuple[int, int, int]], c
     """A listener that receives only the events can predict the cached prefix of every next prompt."""
     clock, known = VirtualClock(), set[int]()
 
-    def on_kv(prompt: Prompt | None, before: int, now: int, evicted: list[Evicted]) -> None:
+    def on_kv(prompt: EmulatedPrompt | None, before: int, now: int, evicted: list[Evicted]) -> None:
         for event in changes(prompt, before, now, evicted, BLOCK_TOKENS):
             match event:
                 case BlockRemoved(block_hashes=hashes):
@@ -186,7 +186,7 @@ def test_cache_events_describe_the_cache(requests: list[tuple[int, int, int]], c
     engine.on_kv = on_kv
     jobs: list[EngineSequence] = []
 
-    def arrive_prompt(prompt: Prompt) -> None:
+    def arrive_prompt(prompt: EmulatedPrompt) -> None:
         depth = next((depth for depth, block in enumerate(prompt.blocks) if block not in known), len(prompt.blocks))
         jobs.append(engine.arrive(prompt, 3))
         whole(engine, jobs[-1])
@@ -216,7 +216,7 @@ def test_an_imported_prefix_is_cached_once_complete(
     released, and never more than the capacity is used."""
     clock, known = VirtualClock(), set[int]()
 
-    def on_kv(prompt: Prompt | None, before: int, now: int, evicted: list[Evicted]) -> None:
+    def on_kv(prompt: EmulatedPrompt | None, before: int, now: int, evicted: list[Evicted]) -> None:
         for event in changes(prompt, before, now, evicted, BLOCK_TOKENS):
             match event:
                 case BlockRemoved(block_hashes=hashes):
@@ -231,11 +231,11 @@ def test_an_imported_prefix_is_cached_once_complete(
     engine.on_kv = on_kv
     jobs: list[EngineSequence] = []
 
-    def arrive_prompt(prompt: Prompt) -> None:
+    def arrive_prompt(prompt: EmulatedPrompt) -> None:
         jobs.append(engine.arrive(prompt, 3))
         whole(engine, jobs[-1])
 
-    def import_prefix(prompt: Prompt, ms: int, completes: bool) -> None:
+    def import_prefix(prompt: EmulatedPrompt, ms: int, completes: bool) -> None:
         before = len(known.intersection(prompt.blocks))
         prefix_import = engine.import_prefix(prompt, len(prompt.tokens))
         assert prefix_import.lacking in (0, len(prompt.blocks) - before)
@@ -388,7 +388,7 @@ def test_transfers_end_at_the_flow_networks_times(
     """All scaled bytes arrive; each transfer ends at the time of the fluid model plus the latency, within the clock
     error."""
     clock, bare = VirtualClock(errors_s), FlowNetwork(SMALL.capacity_bytes_per_s)
-    fabric = Fabric(SMALL, clock, kv_scale=1e-3)
+    fabric = EmulatedFabric(SMALL, clock, kv_scale=1e-3)
     buckets, ends = [Bucket(clock) for _ in sends], dict[int, float]()
     for number, (ms, source, target, kv_bytes) in sorted(enumerate(sends), key=lambda send: send[1][0]):
         pair = SMALL.index(source), SMALL.index(target)
@@ -417,8 +417,8 @@ def _drain(bare: FlowNetwork, ends: dict[int, float], to: float) -> None:
 def test_traced_requests_draw_the_simulators_paths(requests: list[int], seed: int) -> None:
     """Across pods, where uplinks are drawn at random, transfers that start together end at the simulator's times."""
     clock = VirtualClock()
-    fabric = Fabric(PODS, clock, kv_scale=1e-3, seed=seed)
-    simulated = sim_network.Fabric(PODS, Capacity(PODS, Background(), seed), seed)
+    fabric = EmulatedFabric(PODS, clock, kv_scale=1e-3, seed=seed)
+    simulated = sim_network.Fabric(PODS, LinkCapacities(PODS, Background(), seed), seed)
     pair = PODS.index("prefill0"), PODS.index("decode11")
     buckets = {request: Bucket(clock) for request in requests}
     for request, bucket in buckets.items():
@@ -433,7 +433,7 @@ def test_traced_requests_draw_the_simulators_paths(requests: list[int], seed: in
 def test_a_cancelled_transfer_frees_the_links() -> None:
     """5 GB over 4 x 12.5 GB/s take 100 ms alone; a concurrent transfer that is cancelled at 20 ms adds 10 ms."""
     clock = VirtualClock()
-    fabric = Fabric(SMALL, clock, kv_scale=1e-3)
+    fabric = EmulatedFabric(SMALL, clock, kv_scale=1e-3)
     source, target = SMALL.index("prefill0"), SMALL.index("decode0")
     bucket, rival = Bucket(clock), Bucket(clock)
     fabric.send(source, target, 5e9, bucket)
@@ -451,7 +451,7 @@ def test_background_traffic_takes_its_share() -> None:
     ends = []
     for share in (0.0, 0.5):
         clock = VirtualClock()
-        fabric = Fabric(SMALL, clock, kv_scale=1e-3, background=(0.0, share, 0.0, 0.0, 0.0))
+        fabric = EmulatedFabric(SMALL, clock, kv_scale=1e-3, background=(0.0, share, 0.0, 0.0, 0.0))
         bucket = Bucket(clock)
         fabric.send(SMALL.index("prefill0"), SMALL.index("decode1"), 1e9, bucket)
         clock.run()
@@ -461,7 +461,7 @@ def test_background_traffic_takes_its_share() -> None:
 
 def test_a_histogram_counts_by_upper_bound() -> None:
     """A value equal to a bound counts in its bucket, a value above all bounds only in +Inf."""
-    histogram = Histogram((0.1, 1.0))
+    histogram = DurationHistogram((0.1, 1.0))
     histogram.add(0.1)
     histogram.add(0.5, 2)
     histogram.add(7.0)

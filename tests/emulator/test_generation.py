@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.emulator.test_emulator import MODEL, PREFILL, PROMPT, Client, on_fleet
 from tests.emulator.virtual_engine import prompt_of
 
-from kvroute.emulator import EmulatedClusterSettings
+from kvroute.emulator import EmulatedClusterSpec
 from kvroute.emulator.generation.answer import LONGEST_TOKENS, SHORTEST_TOKENS, Sampling, answer_to
 from kvroute.emulator.generation.words import pieces, token_bytes
 
@@ -29,7 +29,7 @@ SCHEMA: dict[str, Any] = {
 FUNCTIONS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("weather", "clock")
 ]
-QUIET = EmulatedClusterSettings(kv_events=False)
+QUIET = EmulatedClusterSpec(kv_events=False)
 
 
 def chat(**fields: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from tests.emulator.test_early import PROMPT, Sites, on_sites
 from tests.emulator.test_wan import AWAY, Hand
 from tests.waiting import until
 
-from kvroute.emulator.kv.kv_arrivals import Arrivals
+from kvroute.emulator.kv.kv_arrivals import HandshakeBounds
 from kvroute.emulator.kv.kv_wire import (
     LINE_BYTES_MAX,
     PullFailed,
@@ -44,7 +44,7 @@ def test_silent_connections_are_bounded_in_number_and_time(most: int, steps: lis
     """Never more than `most` wait; the oldest ones are closed first, none waits longer than 5 s, and those with a
     request are kept."""
     clock = Hand()
-    arrivals = Arrivals(clock, most, order_s=5.0)
+    arrivals = HandshakeBounds(clock, most, order_s=5.0)
     everyone: list[Silent] = []
     waiting: list[tuple[float, Silent]] = []
     for step in steps:

@@ -12,9 +12,9 @@ import openai
 import pytest
 from tests.emulator.test_emulator import MODEL, Client, on_fleet
 
-from kvroute.emulator import EmulatedClusterSettings
+from kvroute.emulator import EmulatedClusterSpec
 
-QUIET = EmulatedClusterSettings(kv_events=False)
+QUIET = EmulatedClusterSpec(kv_events=False)
 
 
 def test_embeddings_are_the_same_in_both_encodings() -> None:

@@ -20,7 +20,7 @@ from kvroute.emulator.clock import WallClock
 from kvroute.emulator.kv.real_store import RealStore
 from kvroute.emulator.kv.storage import StorageNode
 from kvroute.emulator.kv.storage_tier import StorageTier
-from kvroute.emulator.prompt import Prompt
+from kvroute.emulator.prompt import EmulatedPrompt
 from kvroute.types import InputError
 from kvroute_engine.block_store.keys import block_keys
 from kvroute_engine.block_store.location import StoreLocation
@@ -43,7 +43,7 @@ async def node(folder: Path) -> AsyncIterator[StorageNode]:
 
 async def write(storage: StorageNode) -> None:
     """Write the blocks of a prompt back."""
-    StorageTier(storage, MODEL, BLOCK, BLOCK_BYTES, None).write_back(Prompt.of(TOKENS, BLOCK))
+    StorageTier(storage, MODEL, BLOCK, BLOCK_BYTES, None).write_back(EmulatedPrompt.of(TOKENS, BLOCK))
     await until(lambda: storage.written_bytes > 0)
 
 
@@ -62,7 +62,7 @@ def test_one_node_reads_what_another_one_has_written(tmp_path: Path) -> None:
         async with node(tmp_path) as here, node(tmp_path) as there:
             await write(here)
             assert [path.stat().st_size for path in files(tmp_path)] == [4096 + round(BLOCK_BYTES * SCALE)] * 10
-            StorageTier(there, MODEL, BLOCK, BLOCK_BYTES, None).write_back(Prompt.of(TOKENS, BLOCK))
+            StorageTier(there, MODEL, BLOCK, BLOCK_BYTES, None).write_back(EmulatedPrompt.of(TOKENS, BLOCK))
             read = await there.read("a", MODEL, KEYS, BLOCK_BYTES)
             assert (read.blocks, read.kv_bytes) == (10, 10 * BLOCK_BYTES)
             assert read.in_service_s > 0
@@ -100,7 +100,7 @@ def test_a_store_that_fails_has_no_blocks(tmp_path: Path, caplog: pytest.LogCapt
             tmp_path.write_bytes(b"")
             tier = StorageTier(storage, MODEL, BLOCK, BLOCK_BYTES, None)
             with caplog.at_level(logging.WARNING):
-                tier.write_back(Prompt.of(TOKENS, BLOCK))
+                tier.write_back(EmulatedPrompt.of(TOKENS, BLOCK))
                 for name in ("a", "b"):
                     assert (await storage.read(name, MODEL, KEYS, BLOCK_BYTES)).blocks == 0
             assert caplog.text.count("the store fails") == 1

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from kvroute.emulator.errors import ApiError
 from kvroute.emulator.kv.storage import (
     HOLD_S,
-    BufferedRead,
+    EmulatedBufferRead,
     ModelledNic,
     StorageNode,
     StoredBlocks,
 )
 from kvroute.emulator.kv.storage_tier import StorageTier
-from kvroute.emulator.prompt import Prompt
+from kvroute.emulator.prompt import EmulatedPrompt
 from kvroute_engine.block_store.keys import block_keys
 
 MODEL, BLOCK_BYTES, RATE = "m", 10.0, 100.0
@@ -78,7 +78,7 @@ def stored(storage: StorageNode) -> StoredBlocks:
     return storage.medium.store
 
 
-def begun(storage: StorageNode, name: str, blocks: int) -> asyncio.Task[BufferedRead]:
+def begun(storage: StorageNode, name: str, blocks: int) -> asyncio.Task[EmulatedBufferRead]:
     return asyncio.ensure_future(storage.read(name, MODEL, KEYS[:blocks], BLOCK_BYTES))
 
 
@@ -189,7 +189,7 @@ def test_full_blocks_are_stored_when_the_nic_has_written_them() -> None:
     async def main() -> None:
         clock, storage = node()
         tier = StorageTier(storage, MODEL, 16, BLOCK_BYTES, None)
-        prompt = Prompt.of(np.arange(40), 16, salt="tenant")
+        prompt = EmulatedPrompt.of(np.arange(40), 16, salt="tenant")
         keys = block_keys(np.concatenate([np.arange(40), np.frombuffer(b"word" * 10, "<u4")]), 16, "tenant")
         tier.write_back(prompt)
         await clock.advance(0.39)

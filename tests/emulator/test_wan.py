@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.waiting import until
 
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
 from kvroute.emulator.clock import Alarm
-from kvroute.emulator.kv.fabric import Fabric, Transfer
+from kvroute.emulator.kv.fabric import EmulatedFabric, EmulatedTransfer
 from kvroute.topology import Cluster, build, two_datacenters
 from kvroute.types import DecodeSpec, InputError, LinearPrefill, TimingSpec
 
@@ -78,10 +78,10 @@ class Hold:
             self.ended_s = self._clock.now()
 
 
-def _sent(cluster: Cluster, orders: list[tuple[float, float]], gigabytes: float) -> tuple[Hold, Transfer]:
+def _sent(cluster: Cluster, orders: list[tuple[float, float]], gigabytes: float) -> tuple[Hold, EmulatedTransfer]:
     """Start one transfer to the home site at 0 s, while the share of the path's capacity changes at the given times."""
     clock = Hand()
-    fabric, hold = Fabric(cluster, clock, kv_scale=1e-6), Hold(clock)
+    fabric, hold = EmulatedFabric(cluster, clock, kv_scale=1e-6), Hold(clock)
     transfer = fabric.send(cluster.index(AWAY), cluster.index(DECODE), gigabytes * 1e9, hold)
     for at_s, share in orders:
         clock.run(at_s)
@@ -119,7 +119,7 @@ def test_transfer_time_follows_the_remaining_capacity_of_the_wan_path(
 
 
 def test_an_unknown_wan_path_cannot_be_cut() -> None:
-    fabric = Fabric(SITES, Hand(), kv_scale=1e-6)
+    fabric = EmulatedFabric(SITES, Hand(), kv_scale=1e-6)
     with pytest.raises(InputError, match=f"no WAN path 'here/there'.*{WAN_PATH}"):
         fabric.degrade("here/there", 0.0)
     for share in (-0.1, 1.1, math.nan):
@@ -161,7 +161,7 @@ async def sites(**more: Any) -> AsyncIterator[Sites]:
     quick = TimingSpec(prefill=LinearPrefill(per_token_s=1e-7), decode=DecodeSpec(base_s=1e-3, per_request_s=0.0))
     cluster = build(two_datacenters(prefill_nodes=1, local_prefill_nodes=1, decode_nodes=1))
     cluster.timing.update(dict.fromkeys(cluster.timing, quick))
-    async with EmulatedCluster(cluster, EmulatedClusterSettings(**more)) as fleet, aiohttp.ClientSession() as session:
+    async with EmulatedCluster(cluster, EmulatedClusterSpec(**more)) as fleet, aiohttp.ClientSession() as session:
         yield Sites(fleet, session)
 
 

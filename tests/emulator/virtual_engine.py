@@ -12,7 +12,7 @@ import numpy as np
 from kvroute import llm
 from kvroute.emulator.engine.engine import Engine
 from kvroute.emulator.engine.sequence import EngineSequence, Stage
-from kvroute.emulator.prompt import Prompt
+from kvroute.emulator.prompt import EmulatedPrompt
 from kvroute.types import DecodeSpec, Instance, LinearPrefill, Role, TimingSpec
 
 MODEL = llm.model("llama-3-70b")
@@ -84,8 +84,8 @@ def engine_on(
     return Engine(instance, SPEC, MODEL, clock, BLOCK_TOKENS, lambda *change: None)
 
 
-def prompt_of(*tokens: int) -> Prompt:
-    return Prompt.of(np.array(tokens, np.int64), BLOCK_TOKENS)
+def prompt_of(*tokens: int) -> EmulatedPrompt:
+    return EmulatedPrompt.of(np.array(tokens, np.int64), BLOCK_TOKENS)
 
 
 def timed(

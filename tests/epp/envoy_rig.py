@@ -32,7 +32,7 @@ from kvroute.epp.envoy_pb2 import (
 )
 from kvroute.epp.frontend import PickerFrontend
 from kvroute.epp.messages import DESTINATION, HEALTH, NAMESPACE, PROCESS, SERVED, SUBSET, SUBSET_NAMESPACE
-from kvroute.epp.server import PickerSettings
+from kvroute.epp.server import PickerSpec
 from kvroute.serve.assembly import Gateway
 from kvroute.serve.lifecycle.deployment import Deployment
 
@@ -217,7 +217,7 @@ class PickerRig(RunningGateway):
 
 
 @asynccontextmanager
-async def picking(made: Deployment, settings: PickerSettings | None = None) -> AsyncIterator[PickerRig]:
+async def picking(made: Deployment, settings: PickerSpec | None = None) -> AsyncIterator[PickerRig]:
     """Run a picker and a channel to it."""
     gateway = Gateway(made, seed=1, frontend=PickerFrontend(settings))
     try:
@@ -233,7 +233,7 @@ async def picking(made: Deployment, settings: PickerSettings | None = None) -> A
 
 @asynccontextmanager
 async def picker(
-    engines: Sequence[Engine], section: str = "", settings: PickerSettings | None = None
+    engines: Sequence[Engine], section: str = "", settings: PickerSpec | None = None
 ) -> AsyncIterator[PickerRig]:
     """Run the engines and a picker in front of them."""
     async with listening(engines), picking(deployment(engines, section), settings) as rig:

@@ -15,7 +15,7 @@ from tests.serve.lifecycle.membership_rig import DISCOVERY
 from tests.serve.rig import CLUSTER
 
 from kvroute.cli.app import main
-from kvroute.epp.envoy_config import EnvoyOptions, envoy_config
+from kvroute.epp.envoy_config import EnvoySpec, envoy_config
 from kvroute.epp.messages import ATTEMPTS, DESTINATION, metadata_of
 from kvroute.serve.api.passthrough_paths import BUILT_IN, COMPLETIONS, OWN, READ, PassthroughPaths
 from kvroute.serve.lifecycle.deployment import Deployment
@@ -37,7 +37,7 @@ def config_of(section: str = "", **options: Any) -> dict[str, Any]:
     """Return the configuration of a file with this section."""
     deployment = Deployment.of(file_text(section), "test.yaml")
     return envoy_config(
-        deployment.cluster, deployment.settings, EnvoyOptions("10.0.0.9:9002", **options), deployment.source
+        deployment.cluster, deployment.settings, EnvoySpec("10.0.0.9:9002", **options), deployment.source
     )
 
 
@@ -45,7 +45,7 @@ def discovered_config(section: str = "", **options: Any) -> dict[str, Any]:
     """Return the configuration of a file whose engines are discovered."""
     deployment = Deployment.of(DISCOVERY + section, "test.yaml")
     return envoy_config(
-        deployment.cluster, deployment.settings, EnvoyOptions("10.0.0.9:9002", **options), deployment.source
+        deployment.cluster, deployment.settings, EnvoySpec("10.0.0.9:9002", **options), deployment.source
     )
 
 
@@ -155,9 +155,7 @@ def test_what_envoy_cannot_do_is_an_error(text: str, options: dict[str, Any], sa
     """One sentence."""
     deployment = Deployment.of(text, "test.yaml")
     with pytest.raises(InputError, match=says):
-        envoy_config(
-            deployment.cluster, deployment.settings, EnvoyOptions("10.0.0.9:9002", **options), deployment.source
-        )
+        envoy_config(deployment.cluster, deployment.settings, EnvoySpec("10.0.0.9:9002", **options), deployment.source)
 
 
 def route_of(config: dict[str, Any], path: str, method: str) -> str:

@@ -16,7 +16,7 @@ from tests.serve.discovery.kubernetes_rig import Rig, play
 from tests.serve.stub_engines import Engine, Gate, listening, tokens
 from tests.waiting import until
 
-from kvroute.epp.server import PickerSettings
+from kvroute.epp.server import PickerSpec
 from kvroute.serve.lifecycle.deployment import Deployment
 
 CLUSTER = """
@@ -143,7 +143,7 @@ def test_the_picker_says_that_the_pool_names_another_port(tmp_path: Path, caplog
         await rig.client.must("POST", "/api/v1/namespaces/llm/services", service)
         reference = {"name": "epp", "port": {"number": 9002}, "failureMode": "FailOpen"}
         await rig.client.must("POST", POOLS, pool_document("a", {"app": "x"}, endpointPickerRef=reference))
-        async with picking(deployed(rig), PickerSettings(fails_open=False)) as picker:
+        async with picking(deployed(rig), PickerSpec(fails_open=False)) as picker:
             reasons: set[str] = set()
 
             def logged() -> bool:

@@ -36,7 +36,7 @@ from kvroute.epp.envoy_pb2 import (
     ProtocolConfiguration,
 )
 from kvroute.epp.messages import DESTINATION, NAMESPACE
-from kvroute.epp.server import PickerSettings
+from kvroute.epp.server import PickerSpec
 from kvroute.http.headers import Headers
 from kvroute.serve.api.api_keys import hash_text
 
@@ -497,7 +497,7 @@ def test_conformance_headers_select_an_endpoint_and_show_it() -> None:
 
     async def main() -> None:
         engines = alone()
-        async with picker(engines, settings=PickerSettings(conformance=True)) as rig:
+        async with picker(engines, settings=PickerSpec(conformance=True)) as rig:
             wanted = [("test-epp-endpoint-selection", address(engines[2]))]
             stream = rig.stream()
             answer = await stream.ask(completion_body(), headers=wanted)

@@ -115,12 +115,12 @@ def test_half_sent_requests_do_not_keep_others_out() -> None:
             for _ in range(5000):
                 streams.append(rig.stream())
                 await begin(streams[-1], body=b"x" * 1000)
-            honest = rig.stream()
-            assert (await honest.ask(completion_body())).destination
+            client = rig.stream()
+            assert (await client.ask(completion_body())).destination
             answers = [await answer_of(stream) for stream in streams[:4001]]
             assert {(answer.status, answer.headers["retry-after"]) for answer in answers} == {(429, "1")}
             assert connections(rig) == 1000
-            for stream in (honest, *streams):
+            for stream in (client, *streams):
                 stream.call.cancel()
             assert await becomes_true(lambda: connections(rig) == 0)
 

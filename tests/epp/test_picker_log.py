@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvroute.cli.app import app
 from kvroute.control.log import read_log
-from kvroute.epp.server import PickerSettings
+from kvroute.epp.server import PickerSpec
 from kvroute.types import Arrived, Decode, Served
 
 
@@ -24,7 +24,7 @@ def test_a_log_of_subsets_sidecars_and_moved_decodes_replays(tmp_path: Path) -> 
     async def main() -> None:
         prefill, decode = engines_of("vllm")
         section = f"  log: {{events: {log}}}\n"
-        async with picker(prefill + decode, section, PickerSettings(sidecar=True)) as rig:
+        async with picker(prefill + decode, section, PickerSpec(sidecar=True)) as rig:
             names.update({address(engine): engine.name for engine in decode})
             for subset in (None, "127.0.0.1", "192.0.2.1"):
                 stream = rig.stream()
@@ -40,7 +40,7 @@ def test_a_log_of_subsets_sidecars_and_moved_decodes_replays(tmp_path: Path) -> 
     records = list(recorded)
     arrived = [record.event for record in records if isinstance(record.event, Arrived)]
     assert [each.only is None for each in arrived] == [True, False, False]
-    assert all(each.joint for each in arrived)
+    assert all(each.both_on_arrival for each in arrived)
     moved = [record for record in records if isinstance(record.event, Served)]
     assert len(moved) == 2
     for record in moved:

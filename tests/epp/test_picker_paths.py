@@ -14,7 +14,7 @@ from tests.epp.envoy_rig import Answer, PickerRig, alone, completion_body, picke
 from tests.serve.rig import COMPLETIONS, RunningGateway
 from tests.serve.stub_engines import deployment, listening, run, serving
 
-from kvroute.epp.server import PickerSettings
+from kvroute.epp.server import PickerSpec
 from kvroute.serve.api.api_keys import hash_text
 from kvroute.serve.api.passthrough_paths import PassthroughPaths
 
@@ -220,7 +220,7 @@ def test_the_conformance_tests_may_use_any_path() -> None:
     """But not the pages of the gateway, and engines' own fields are removed there, too."""
 
     async def main() -> None:
-        async with picker(alone(1), settings=PickerSettings(conformance=True)) as rig:
+        async with picker(alone(1), settings=PickerSpec(conformance=True)) as rig:
             answer = await rig.stream().ask(completion_body(**TRANSFER), path="/primary-gateway-test")
             assert msgspec.json.decode(answer.body) == msgspec.json.decode(completion_body())
             assert (await rig.stream().ask(None, path="/metrics")).status == 404

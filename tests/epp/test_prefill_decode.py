@@ -292,7 +292,7 @@ def test_a_pair_among_the_candidates_of_an_instance_alone_is_no_fallback() -> No
 
     async def main() -> None:
         prefill, decode = engines_of("vllm")
-        async with picker([*prefill, *decode], "  policy: foresight-joint\n  parameters: {alone: 1}\n") as rig:
+        async with picker([*prefill, *decode], "  policy: foresight-joint\n  parameters: {aggregated: 1}\n") as rig:
             stream = rig.stream()
             answer = await stream.ask(completion_body())
             assert sorted(answer.endpoints) == sorted(map(address, decode))

@@ -15,11 +15,11 @@ from tests.serve.stub_engines import engines_of, run
 from tests.waiting import until
 
 from kvroute import topology
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
-from kvroute.epp.server import PickerSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
+from kvroute.epp.server import PickerSpec
 from kvroute.serve.lifecycle.deployment import Deployment
 
-SIDECAR = PickerSettings(sidecar=True)
+SIDECAR = PickerSpec(sidecar=True)
 
 
 def test_both_instances_are_named_and_the_picker_sends_no_prefill() -> None:
@@ -82,7 +82,7 @@ def test_everything_is_released_whatever_happens(ends: str) -> None:
 @asynccontextmanager
 async def emulated() -> AsyncIterator[tuple[PickerRig, EmulatedCluster, dict[str, Sidecar]]]:
     """Run emulated engines, a sidecar of each decode instance, and a picker in front of the sidecars."""
-    async with EmulatedCluster(topology.parse(CLUSTER), EmulatedClusterSettings()) as fleet, AsyncExitStack() as stack:
+    async with EmulatedCluster(topology.parse(CLUSTER), EmulatedClusterSpec()) as fleet, AsyncExitStack() as stack:
         endpoints = dict(fleet.ready().instances)
         sidecars = {}
         for name in ("decode0", "decode1"):

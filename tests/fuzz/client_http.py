@@ -6,11 +6,11 @@ from tests.fuzz.cuts import bounded, pieces
 
 from kvroute.http.client.pool import request_bytes
 from kvroute.http.headers import forwarded
-from kvroute.http.server.request_parser import Limits, ParsedRequest, RequestParser
+from kvroute.http.server.request_parser import ParsedRequest, RequestLimits, RequestParser
 
 INSTRUMENTED = ("kvroute.http.server.request_parser", "kvroute.http.headers")
 RUNS = 60_000
-LIMITS = Limits(header_bytes=512, body_bytes=2048, header_count=16)
+LIMITS = RequestLimits(header_bytes=512, body_bytes=2048, header_count=16)
 STATUSES = {0, 400, 413, 431, 501, 505}
 """Statuses of errors; 0 means no error."""
 _FRAMING = (b"content-length", b"transfer-encoding")
@@ -65,7 +65,7 @@ def _check(request: ParsedRequest) -> None:
 
 
 def _read_whole(raw: bytes) -> list[ParsedRequest]:
-    reader = RequestParser(Limits())
+    reader = RequestParser(RequestLimits())
     assert reader.feed(raw) == b""
     assert reader.fault is None, reader.fault
     return list(reader.ready)

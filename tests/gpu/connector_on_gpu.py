@@ -11,11 +11,11 @@ from bench.fidelity import gpu_steps
 from engine.tests.connector.loopback import BLOCKS, Cache, ends, pull
 from tests.live.vllm import check_regions
 
-from kvroute_engine.connector.blocks import Layout
+from kvroute_engine.connector.blocks import BlockLayout
 from kvroute_engine.connector.device import fence_of, regions_of
-from kvroute_engine.connector.options import Options
+from kvroute_engine.connector.options import ConnectorSettings
 from kvroute_engine.connector.transfer.block_leases import Computing
-from kvroute_engine.connector.transfer.transfer_lanes import Transfer
+from kvroute_engine.connector.transfer.transfer_lanes import BlockTransfer
 
 ALL = tuple(range(BLOCKS))
 LONG = 4_000_000_000
@@ -34,7 +34,7 @@ class GpuCache(Cache):
             self.tensors = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
         self.regions = [region for each in self.tensors for region in regions_of("l", each, BLOCKS)]  # type: ignore[misc]
         region_bytes = tuple(region.block_bytes for region in self.regions)
-        self.layout = Layout(model="tiny", dtype="bfloat16", block_tokens=16, region_bytes=region_bytes)
+        self.layout = BlockLayout(model="tiny", dtype="bfloat16", block_tokens=16, region_bytes=region_bytes)
 
 
 @contextmanager
@@ -81,8 +81,8 @@ def test_copies_do_not_wait_for_the_model() -> None:
 def test_a_layer_is_sent_after_the_model_has_written_it() -> None:
     """The fence of `fence_of` is behind what the model has queued before it."""
     source, target = GpuCache(1), GpuCache(1)
-    with ends(source, target, Options(), Options()) as (server, client, peer), busy_model():
-        client.start(Transfer("d", peer, "p", 0, ALL, wait_s=60.0))
+    with ends(source, target, ConnectorSettings(), ConnectorSettings()) as (server, client, peer), busy_model():
+        client.start(BlockTransfer("d", peer, "p", 0, ALL, wait_s=60.0))
         source.tensors[0].fill_(7)
         server.computed(Computing("p", "p", ALL, BLOCKS), [0, 1], fence_of(source.tensors[0]))
         result = client.wait(60.0)
@@ -98,7 +98,7 @@ def test_blocks_are_written_after_the_model_has_used_their_earlier_content() -> 
     with ends(source, target) as (server, client, peer), busy_model():
         target.tensors[0].fill_(7)  # the model's late write
         server.hold("p", ALL)
-        client.start(Transfer("d", peer, "p", 0, ALL, fence=fence_of(target.tensors[0])))
+        client.start(BlockTransfer("d", peer, "p", 0, ALL, fence=fence_of(target.tensors[0])))
         result = client.wait(60.0)
         assert result is not None
         assert result.failure == ""

@@ -20,17 +20,17 @@ from engine.tests.connector.loopback import BLOCKS
 from tests.gpu.connector_on_gpu import ALL, GpuCache, busy_model
 
 from kvroute_engine.connector.device import fence_of
-from kvroute_engine.connector.options import Options
+from kvroute_engine.connector.options import ConnectorSettings
 from kvroute_engine.connector.transfer.block_leases import Computing
-from kvroute_engine.connector.transfer.client import Client, Result
+from kvroute_engine.connector.transfer.client import Result, TransferClient
 from kvroute_engine.connector.transfer.nixl_agent import nixl_agent
-from kvroute_engine.connector.transfer.pool import Peer
+from kvroute_engine.connector.transfer.pool import PeerServer
 from kvroute_engine.connector.transfer.remote_memory import SharedMemory
-from kvroute_engine.connector.transfer.server import Server
-from kvroute_engine.connector.transfer.transfer_lanes import Transfer
+from kvroute_engine.connector.transfer.server import TransferServer
+from kvroute_engine.connector.transfer.transfer_lanes import BlockTransfer
 
 LAYERS, SEED = 3, 1
-OPTIONS = Options(timeout_s=30.0)
+OPTIONS = ConnectorSettings(timeout_s=30.0)
 WAIT_S = 120.0
 
 
@@ -86,22 +86,26 @@ class Ends:
                 process.kill()
 
 
-def server_of(cache: GpuCache, pipe: Connection) -> Server:
+def server_of(cache: GpuCache, pipe: Connection) -> TransferServer:
     """Offer a cache, tell its address, and return when the decode process is ready."""
-    server = Server(cache.regions, cache.layout, OPTIONS, environ={}, memory=SharedMemory(cache.regions, nixl_agent()))
+    server = TransferServer(
+        cache.regions, cache.layout, OPTIONS, environ={}, memory=SharedMemory(cache.regions, nixl_agent())
+    )
     pipe.send(("address", server.address))
     pipe.recv()
     return server
 
 
-def client_of(cache: GpuCache, pipe: Connection) -> tuple[Client, Peer]:
+def client_of(cache: GpuCache, pipe: Connection) -> tuple[TransferClient, PeerServer]:
     """Make a client that reads into a cache, and return it with the prefill process as its peer."""
-    client = Client(cache.regions, cache.layout, OPTIONS, environ={}, memory=SharedMemory(cache.regions, nixl_agent()))
+    client = TransferClient(
+        cache.regions, cache.layout, OPTIONS, environ={}, memory=SharedMemory(cache.regions, nixl_agent())
+    )
     pipe.send(("ready", None))
-    return client, Peer(*pipe.recv())
+    return client, PeerServer(*pipe.recv())
 
 
-def pulled(client: Client, transfer: Transfer) -> Result:
+def pulled(client: TransferClient, transfer: BlockTransfer) -> Result:
     """Carry out one transfer."""
     client.start(transfer)
     result = client.wait(WAIT_S)
@@ -139,7 +143,7 @@ def reads_scattered(pipe: Connection, checksum: bool = False) -> tuple[str, bool
     cache, source = LargeCache(LAYERS), LargeCache(LAYERS, seed=SEED)
     into = tuple(torch.randperm(BLOCKS).tolist())
     client, peer = client_of(cache, pipe)
-    result = pulled(client, Transfer("d", peer, "p", 0, into, checksum=checksum))
+    result = pulled(client, BlockTransfer("d", peer, "p", 0, into, checksum=checksum))
     pairs = zip(source.tensors, cache.tensors, strict=True)
     equal = all(torch.equal(there, here[:, list(into)]) for there, here in pairs)
     return result.failure, result.nixl_bytes == nbytes_of(cache), equal
@@ -154,7 +158,7 @@ def reads_a_late_layer(pipe: Connection) -> tuple[str, bool, bool]:
     """Read a layer that the model writes at that time."""
     cache = LargeCache(1)
     client, peer = client_of(cache, pipe)
-    result = pulled(client, Transfer("d", peer, "p", 0, ALL, wait_s=60.0))
+    result = pulled(client, BlockTransfer("d", peer, "p", 0, ALL, wait_s=60.0))
     return result.failure, result.nixl_bytes == nbytes_of(cache), bool((cache.tensors[0] == 7).all())
 
 
@@ -165,7 +169,7 @@ def reads_behind_a_late_write(pipe: Connection) -> tuple[str, bool, bool]:
     with busy_model():
         for tensor in cache.tensors:
             tensor.fill_(7)
-        result = pulled(client, Transfer("d", peer, "p", 0, ALL, fence=fence_of(cache.tensors[0])))
+        result = pulled(client, BlockTransfer("d", peer, "p", 0, ALL, fence=fence_of(cache.tensors[0])))
     equal = all(torch.equal(*pair) for pair in zip(source.tensors, cache.tensors, strict=True))
     return result.failure, result.nixl_bytes == nbytes_of(cache), equal
 
@@ -174,10 +178,10 @@ def reads_before_and_after_a_death(pipe: Connection) -> tuple[str, str]:
     """Read from a process, which is then killed, and again. Return both failures."""
     cache = LargeCache(LAYERS)
     client, peer = client_of(cache, pipe)
-    first = pulled(client, Transfer("d", peer, "p", 0, ALL[:4])).failure
+    first = pulled(client, BlockTransfer("d", peer, "p", 0, ALL[:4])).failure
     pipe.send(("read", None))
     pipe.recv()
-    return first, pulled(client, Transfer("e", peer, "q", 0, ALL)).failure
+    return first, pulled(client, BlockTransfer("e", peer, "q", 0, ALL)).failure
 
 
 def holds_two(pipe: Connection) -> None:

@@ -14,7 +14,7 @@ from tests.waiting import HANGS_S
 from kvroute.http.deadlines import Deadlines
 from kvroute.http.error_format import ErrorFormat
 from kvroute.http.server.exchange import Exchange
-from kvroute.http.server.server import HttpServer, Limits
+from kvroute.http.server.server import HttpServer, RequestLimits
 
 T = TypeVar("T")
 HOST = b"Host: gateway\r\n"
@@ -44,7 +44,7 @@ def echo(exchange: Exchange) -> None:
 
 @asynccontextmanager
 async def run_server(
-    handler: Callable[[Exchange], None], limits: Limits | None = None, errors: ErrorFormat | None = None
+    handler: Callable[[Exchange], None], limits: RequestLimits | None = None, errors: ErrorFormat | None = None
 ) -> AsyncIterator[tuple[HttpServer, int]]:
     http_server = HttpServer(handler, limits, errors=errors, deadlines=Deadlines(0.01))
     port = await http_server.listen("127.0.0.1", 0)
@@ -76,7 +76,7 @@ async def send_and_read(port: int, data: bytes) -> bytes:
 def exchange_bytes(
     data: bytes,
     handler: Callable[[Exchange], None] = echo,
-    limits: Limits | None = None,
+    limits: RequestLimits | None = None,
     errors: ErrorFormat | None = None,
 ) -> bytes:
     async def main() -> bytes:

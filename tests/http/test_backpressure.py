@@ -18,7 +18,7 @@ from kvroute.http.client.pool import UpstreamPool, request_bytes
 from kvroute.http.deadlines import Deadlines
 from kvroute.http.headers import Headers
 from kvroute.http.server.exchange import Exchange
-from kvroute.http.server.server import HttpServer, Limits
+from kvroute.http.server.server import HttpServer, RequestLimits
 
 T = TypeVar("T")
 BLOCK_BYTES = 64 * 1024
@@ -150,7 +150,7 @@ class Reader(asyncio.Protocol):
 class ProxySetup:
     """An engine, a gateway that only relays, and clients."""
 
-    def __init__(self, chunked: bool, limits: Limits | None = None) -> None:
+    def __init__(self, chunked: bool, limits: RequestLimits | None = None) -> None:
         self.chunked = chunked
         self.limits = limits
         self.engines: list[Engine] = []
@@ -256,7 +256,7 @@ def test_a_stalled_client_delays_no_other_client() -> None:
 
 def test_a_client_that_never_reads_is_disconnected_and_its_engine_released() -> None:
     async def main() -> None:
-        async with ProxySetup(chunked=True, limits=Limits(stall_s=0.05)) as setup:
+        async with ProxySetup(chunked=True, limits=RequestLimits(stall_s=0.05)) as setup:
             await setup.client()
             engine, proxy = await setup.until_paused()
             await engine.lost.wait()

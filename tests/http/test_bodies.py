@@ -25,7 +25,12 @@ from kvroute.http.client.pool import UpstreamPool
 from kvroute.http.client.upstream_connection import UpstreamConnection
 from kvroute.http.deadlines import Deadlines
 from kvroute.http.server.exchange import Exchange
-from kvroute.http.server.request_parser import BODY_MEMORY_RATIO, LIGHT_BYTES, Limits, RequestParser
+from kvroute.http.server.request_parser import (
+    BODY_MEMORY_RATIO,
+    LIGHT_BYTES,
+    RequestLimits,
+    RequestParser,
+)
 from kvroute.http.server.server import HttpServer
 from kvroute.serve.api.api_keys import hash_text
 
@@ -95,7 +100,7 @@ def test_memory_of_bodies_is_freed_without_the_garbage_collector(scenario: str) 
         def handler(exchange: Exchange) -> None:
             exchange.on_gone = taken.set
 
-        server = HttpServer(handler, Limits(body_s=0.2 if scenario == "slow" else 60), deadlines=Deadlines(0.01))
+        server = HttpServer(handler, RequestLimits(body_s=0.2 if scenario == "slow" else 60), deadlines=Deadlines(0.01))
         port = await server.listen("127.0.0.1", 0)
         before = resident_bytes()
         for _ in range(rounds):
@@ -118,7 +123,7 @@ def test_memory_of_bodies_is_freed_without_the_garbage_collector(scenario: str) 
 
 def test_parsers_and_connections_are_freed_after_use() -> None:
     async def main() -> None:
-        parser = RequestParser(Limits())
+        parser = RequestParser(RequestLimits())
         parser.feed(HEAD + b"Content-Length: 5\r\n\r\n123")
         assert parser.body_bytes == 3
         parser.forget()
@@ -149,7 +154,9 @@ def test_the_total_size_of_bodies_is_bounded_and_small_bodies_are_always_accepte
 
     async def main() -> None:
         exchanges: list[Exchange] = []
-        server = HttpServer(exchanges.append, Limits(bodies_bytes=MB * BODY_MEMORY_RATIO), deadlines=Deadlines(0.01))
+        server = HttpServer(
+            exchanges.append, RequestLimits(bodies_bytes=MB * BODY_MEMORY_RATIO), deadlines=Deadlines(0.01)
+        )
         port = await server.listen("127.0.0.1", 0)
 
         async def send(nbytes: int, length: int = MB) -> Streams:
@@ -186,7 +193,9 @@ def test_a_body_is_subtracted_from_the_total_once_it_is_no_longer_needed() -> No
 
     async def main() -> None:
         exchanges: list[Exchange] = []
-        server = HttpServer(exchanges.append, Limits(bodies_bytes=MB * BODY_MEMORY_RATIO), deadlines=Deadlines(0.01))
+        server = HttpServer(
+            exchanges.append, RequestLimits(bodies_bytes=MB * BODY_MEMORY_RATIO), deadlines=Deadlines(0.01)
+        )
         port = await server.listen("127.0.0.1", 0)
         client = await asyncio.open_connection("127.0.0.1", port)
         for number in (1, 2):
@@ -275,7 +284,7 @@ def test_bodies_of_disconnected_clients_are_not_counted(
 
     async def main() -> None:
         server = HttpServer(
-            lambda exchange: None, Limits(bodies_bytes=300_000, linger_s=0.01), deadlines=Deadlines(0.01)
+            lambda exchange: None, RequestLimits(bodies_bytes=300_000, linger_s=0.01), deadlines=Deadlines(0.01)
         )
 
         def handler(exchange: Exchange) -> None:

@@ -34,14 +34,14 @@ from kvroute.http.server.connection_limits import (
     BUSY,
     IDLE,
     UNREAD,
-    Connection,
+    AcceptedConnection,
+    ConnectionOutcome,
     Connections,
-    Entry,
     network_of,
 )
 from kvroute.http.server.exchange import Exchange
 from kvroute.http.server.listener import Listener
-from kvroute.http.server.server import HttpServer, Limits, ServerHooks
+from kvroute.http.server.server import HttpServer, RequestLimits, ServerHooks
 from kvroute.serve.observe.logs import log_accept_paused
 
 GET = b"GET / HTTP/1.1\r\n"
@@ -95,7 +95,7 @@ def test_the_longest_idle_connection_is_closed_and_never_one_with_a_request(
                 (held.state, held.deadline_s) for held in candidates
             )
             counted.remove(connection)
-        if entry is Entry.TAKEN:
+        if entry is ConnectionOutcome.TAKEN:
             counted.append(new)
         else:
             assert all(held.state == BUSY for held in candidates)
@@ -108,11 +108,11 @@ def test_the_longest_idle_connection_is_closed_and_never_one_with_a_request(
 
 def test_connections_being_rejected_are_bounded_too() -> None:
     connections = Connections()
-    assert connections.enter(StubConnection(state=BUSY), 1, 9, 0.0) is Entry.TAKEN
+    assert connections.enter(StubConnection(state=BUSY), 1, 9, 0.0) is ConnectionOutcome.TAKEN
     entries = [connections.enter(StubConnection(state=BUSY), 1, 9, 0.0) for _ in range(66)]
-    assert entries == [Entry.FULL] * 64 + [Entry.DROPPED] * 2
-    full: Connection = StubConnection(state=BUSY)
-    assert Connections().enter(full, 1, 0, 0.0) is Entry.ADDRESS_FULL
+    assert entries == [ConnectionOutcome.FULL] * 64 + [ConnectionOutcome.DROPPED] * 2
+    full: AcceptedConnection = StubConnection(state=BUSY)
+    assert Connections().enter(full, 1, 0, 0.0) is ConnectionOutcome.ADDRESS_FULL
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_idle_connections_do_not_block_new_ones() -> None:
     """The limit is a hundred, and a hundred connections are idle after a response; the oldest one is closed first."""
 
     async def main() -> None:
-        async with run_server(echo, Limits(connections=100)) as (http_server, port):
+        async with run_server(echo, RequestLimits(connections=100)) as (http_server, port):
             idle = []
             for _ in range(100):
                 streams = await asyncio.open_connection("127.0.0.1", port)
@@ -157,7 +157,7 @@ def test_connections_with_requests_are_kept_and_further_clients_get_retry_after(
     async def main() -> None:
         waiting: list[Exchange] = []
         async with (
-            run_server(waiting.append, Limits(connections=2)) as (_, port),
+            run_server(waiting.append, RequestLimits(connections=2)) as (_, port),
             client(port) as (first, one),
             client(port) as (second, two),
         ):
@@ -181,7 +181,7 @@ def test_one_address_cannot_take_all_connections() -> None:
     async def main() -> None:
         waiting: list[Exchange] = []
         async with (
-            run_server(waiting.append, Limits(connections=9, connections_per_address=2)) as (_, port),
+            run_server(waiting.append, RequestLimits(connections=9, connections_per_address=2)) as (_, port),
             client(port) as (idle, _),
             client(port) as (_, one),
             client(port) as (_, two),
@@ -238,7 +238,7 @@ def test_handshakes_count_as_connections(tls: tuple[ssl.SSLContext, ssl.SSLConte
     server, trusting = tls
 
     async def main() -> None:
-        http_server = HttpServer(echo, Limits(connections=10), deadlines=Deadlines(0.01))
+        http_server = HttpServer(echo, RequestLimits(connections=10), deadlines=Deadlines(0.01))
         port = await http_server.listen("127.0.0.1", 0, server)
         silent = []
         for _ in range(50):
@@ -259,7 +259,7 @@ def test_handshakes_count_as_connections(tls: tuple[ssl.SSLContext, ssl.SSLConte
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "incomplete-hello"])
 def test_a_handshake_has_a_deadline(tls: tuple[ssl.SSLContext, ssl.SSLContext], sent: bytes) -> None:
     async def main() -> None:
-        http_server = HttpServer(echo, Limits(header_s=0.05), deadlines=Deadlines(0.01))
+        http_server = HttpServer(echo, RequestLimits(header_s=0.05), deadlines=Deadlines(0.01))
         port = await http_server.listen("127.0.0.1", 0, tls[0])
         async with client(port) as (reader, writer):
             writer.write(sent)
@@ -276,13 +276,13 @@ class StubListener:
     """A stub port without a limit."""
 
     times_s: tuple[float, float] = (60.0, 60.0)
-    open: list[Connection] = field(default_factory=list)
+    open: list[AcceptedConnection] = field(default_factory=list)
 
-    def enter(self, new: Connection) -> Entry:
+    def enter(self, new: AcceptedConnection) -> ConnectionOutcome:
         self.open.append(new)
-        return Entry.TAKEN
+        return ConnectionOutcome.TAKEN
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: AcceptedConnection) -> None:
         if connection in self.open:
             self.open.remove(connection)
 

@@ -27,7 +27,7 @@ from tests.http.server_rig import (
 from kvroute.http.deadlines import Deadlines
 from kvroute.http.server.exchange import Exchange
 from kvroute.http.server.request_parser import RequestParser
-from kvroute.http.server.server import HttpServer, Limits
+from kvroute.http.server.server import HttpServer, RequestLimits
 
 
 def test_keep_alive_serves_several_requests_on_one_connection() -> None:
@@ -176,7 +176,7 @@ def test_100_continue_is_sent_only_to_clients_that_wait_for_it() -> None:
 
 
 def test_100_continue_is_not_sent_after_the_body_has_begun() -> None:
-    reader = RequestParser(Limits())
+    reader = RequestParser(RequestLimits())
     head = b"POST / HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 4\r\n\r\n"
     reader.feed(head)
     assert reader.awaits_continue
@@ -186,7 +186,7 @@ def test_100_continue_is_not_sent_after_the_body_has_begun() -> None:
 
 def test_a_body_that_is_too_large_is_rejected_without_100_continue() -> None:
     head = b"POST / HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 11\r\n\r\n"
-    status, message = only_error(exchange_bytes(head, limits=Limits(body_bytes=10)))
+    status, message = only_error(exchange_bytes(head, limits=RequestLimits(body_bytes=10)))
     assert (status, "larger than 10 bytes; send a shorter prompt" in message) == (413, True)
     assert "`gateway.limits.body`" in message
 
@@ -281,7 +281,7 @@ def test_tls_serves_requests_and_a_plain_text_client_does_no_harm(certificate: P
     trusting = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
 
     async def main() -> None:
-        http_server = HttpServer(echo, Limits(linger_s=0.02), deadlines=Deadlines(0.01))
+        http_server = HttpServer(echo, RequestLimits(linger_s=0.02), deadlines=Deadlines(0.01))
         port = await http_server.listen("127.0.0.1", 0, server)
         plain = await send_and_read(port, b"GET / HTTP/1.1\r\n" + HOST_AND_CLOSE + b"\r\n")
         assert plain.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\n")

@@ -21,10 +21,10 @@ from tests.waiting import HANGS_S
 from kvroute.http.deadlines import Deadlines
 from kvroute.http.server.exchange import Exchange
 from kvroute.http.server.request_parser import ParsedRequest, RequestParser
-from kvroute.http.server.server import HttpServer, Limits
+from kvroute.http.server.server import HttpServer, RequestLimits
 
 T = TypeVar("T")
-LIMITS = Limits(header_bytes=512, body_bytes=2048, header_count=16)
+LIMITS = RequestLimits(header_bytes=512, body_bytes=2048, header_count=16)
 TOKEN = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1, max_size=8).map(lambda text: b"x-" + text.encode())
 VALUE = st.binary(max_size=20).map(lambda data: bytes(c for c in data if c >= 0x21 and c != 0x7F))
 
@@ -141,7 +141,7 @@ def test_corrupted_requests_have_one_interpretation_for_every_split(raw: bytes, 
 
 
 @asynccontextmanager
-async def run_server(limits: Limits) -> AsyncIterator[int]:
+async def run_server(limits: RequestLimits) -> AsyncIterator[int]:
     problems: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
 
@@ -208,7 +208,7 @@ def test_after_any_input_the_server_responds_or_closes_and_serves_the_next_clien
 ) -> None:
     async def main() -> None:
         async with run_server(
-            Limits(header_bytes=512, body_bytes=2048, header_s=0.02, body_s=0.02, keep_alive_s=0.02)
+            RequestLimits(header_bytes=512, body_bytes=2048, header_s=0.02, body_s=0.02, keep_alive_s=0.02)
         ) as port:
             for raw, cuts in inputs:
                 if b"HEAD" in raw:
@@ -301,7 +301,7 @@ def test_a_body_of_100_mb_is_rejected_early_and_the_response_can_be_read(
     head = b"POST / HTTP/1.1\r\nHost: a\r\n%b\r\n\r\n" % field
 
     async def main() -> None:
-        async with run_server(Limits(body_bytes=2 * MIB)) as port:
+        async with run_server(RequestLimits(body_bytes=2 * MIB)) as port:
             assert statuses(await flood(port, head, block, 100)) == [status]
 
     run(main())
@@ -309,7 +309,7 @@ def test_a_body_of_100_mb_is_rejected_early_and_the_response_can_be_read(
 
 def test_a_body_of_100_mb_is_accepted_if_the_limit_allows_it() -> None:
     async def main() -> None:
-        async with run_server(Limits(body_bytes=100 * MIB)) as port:
+        async with run_server(RequestLimits(body_bytes=100 * MIB)) as port:
             head = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 104857600\r\n\r\n"
             assert (await flood(port, head, bytes(MIB), 100)).startswith(b"HTTP/1.1 200 OK\r\n")
 
@@ -320,7 +320,7 @@ def test_slow_headers_delay_no_other_client() -> None:
     """Slowloris: many connections start a request and never end it."""
 
     async def main() -> None:
-        async with run_server(Limits(header_s=0.2)) as port:
+        async with run_server(RequestLimits(header_s=0.2)) as port:
             slow = [
                 asyncio.create_task(send_and_read(port, [b"GET / HTTP/1.1\r\n", b"Host: a\r\n", b"X: "]))
                 for _ in range(100)

@@ -16,7 +16,7 @@ from tests.http.server_rig import (
     run_server,
 )
 
-from kvroute.http.server.server import Limits
+from kvroute.http.server.server import RequestLimits
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ from kvroute.http.server.server import Limits
     ],
 )
 def test_requests_beyond_a_size_limit_are_rejected(data: bytes, status: int) -> None:
-    limits = Limits(header_bytes=256, header_count=8, body_bytes=64)
+    limits = RequestLimits(header_bytes=256, header_count=8, body_bytes=64)
     assert only_error(exchange_bytes(data, limits=limits))[0] == status
 
 
@@ -67,31 +67,33 @@ SOON_S = 0.02
 @pytest.mark.parametrize(
     ("data", "limits", "statuses"),
     [
-        (b"", Limits(header_s=SOON_S), []),
-        (b"G", Limits(header_s=SOON_S), [408]),
-        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\nHost: ", Limits(header_s=SOON_S), [200, 408]),
-        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n1", Limits(header_s=99, body_s=SOON_S), [408]),
+        (b"", RequestLimits(header_s=SOON_S), []),
+        (b"G", RequestLimits(header_s=SOON_S), [408]),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\nHost: ", RequestLimits(header_s=SOON_S), [200, 408]),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n1", RequestLimits(header_s=99, body_s=SOON_S), [408]),
         (
             b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n",
-            Limits(header_s=99, body_s=SOON_S),
+            RequestLimits(header_s=99, body_s=SOON_S),
             [408],
         ),
     ],
     ids=["nothing", "letter", "second", "body", "chunks"],
 )
-def test_a_slow_client_gets_an_error_and_is_disconnected(data: bytes, limits: Limits, statuses: list[int]) -> None:
+def test_a_slow_client_gets_an_error_and_is_disconnected(
+    data: bytes, limits: RequestLimits, statuses: list[int]
+) -> None:
     assert [status for status, _, _ in parse_responses(exchange_bytes(data, limits=limits))] == statuses
 
 
 @pytest.mark.parametrize(
     ("head", "limits"),
     [
-        (b"GET / HTTP/1.1\r\nX: ", Limits(header_s=0.1, header_bytes=1 << 30)),
-        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999\r\n\r\n", Limits(header_s=99, body_s=0.1)),
+        (b"GET / HTTP/1.1\r\nX: ", RequestLimits(header_s=0.1, header_bytes=1 << 30)),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999\r\n\r\n", RequestLimits(header_s=99, body_s=0.1)),
     ],
     ids=["head", "body"],
 )
-def test_slow_bytes_do_not_extend_a_deadline(head: bytes, limits: Limits) -> None:
+def test_slow_bytes_do_not_extend_a_deadline(head: bytes, limits: RequestLimits) -> None:
     async def main() -> bytes:
         async with run_server(echo, limits) as (_, port), client(port) as (reader, writer):
             writer.write(head)
@@ -105,13 +107,13 @@ def test_slow_bytes_do_not_extend_a_deadline(head: bytes, limits: Limits) -> Non
 
 
 def test_an_idle_connection_is_closed_without_a_response() -> None:
-    raw = exchange_bytes(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n", limits=Limits(keep_alive_s=0.02))
+    raw = exchange_bytes(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n", limits=RequestLimits(keep_alive_s=0.02))
     assert len(parse_responses(raw)) == 1
 
 
 def test_connections_far_beyond_the_limit_are_closed_without_a_response() -> None:
     async def main() -> list[bytes]:
-        async with run_server(echo, Limits(connections=0, linger_s=99)) as (_, port):
+        async with run_server(echo, RequestLimits(connections=0, linger_s=99)) as (_, port):
             readers = []
             for _ in range(65):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.http.upstream_rig import GET, RecordedResponse
 
-from kvroute.http.client.poller import PollSettings
+from kvroute.http.client.poller import PollSpec
 from kvroute.http.client.pool import UpstreamPool
 from kvroute.http.deadlines import NEVER_S, Deadlines
 from kvroute.http.loop_lag import DISCARD_AFTER, LoopLag, judge
@@ -153,7 +153,7 @@ def test_a_stalled_loop_fails_no_health_check_and_a_silent_engine_still_fails_it
             {"a": pool}.get,
             lambda name, up, at: changes.append(up),
             lambda: 0.0,
-            PollSettings(path="/health", interval_s=0.01, timeout_s=TIMEOUT_S, lag=lag, on_discard=discarded.append),
+            PollSpec(path="/health", interval_s=0.01, timeout_s=TIMEOUT_S, lag=lag, on_discard=discarded.append),
             failures=1,
         )
         checks.start()

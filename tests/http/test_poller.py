@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvroute.http.client.poller import Poller, PollSettings
+from kvroute.http.client.poller import Poller, PollSpec
 
 INTERVAL_S = 10.0
 EXACT_S = 1e-6
@@ -47,7 +47,7 @@ class JumpingSelector(selectors.DefaultSelector):
 class Polled:
     """A poller and the times of its polls."""
 
-    def __init__(self, loop: VirtualLoop, names: list[str], settings: PollSettings) -> None:
+    def __init__(self, loop: VirtualLoop, names: list[str], settings: PollSpec) -> None:
         self.times: dict[str, list[float]] = {}
         self._loop = loop
         self.poller = Poller(names, self._pool_of, lambda *_: None, settings)
@@ -62,9 +62,9 @@ class Polled:
         return [later - earlier for earlier, later in pairwise(times)]
 
 
-def run(names: list[str], scenario: Callable[[Polled], Any], settings: PollSettings | None = None) -> None:
+def run(names: list[str], scenario: Callable[[Polled], Any], settings: PollSpec | None = None) -> None:
     """Run a scenario, a coroutine function, in virtual time."""
-    plain = PollSettings(path="/health", interval_s=INTERVAL_S, timeout_s=1.0)
+    plain = PollSpec(path="/health", interval_s=INTERVAL_S, timeout_s=1.0)
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         loop = runner.get_loop()
         assert isinstance(loop, VirtualLoop)
@@ -130,7 +130,7 @@ def test_engines_that_come_and_go_change_the_polls_of_no_other_engine(
         for name, since_s in present.items():
             check(polled, name, since_s, now())
 
-    settings = PollSettings(path="/", interval_s=INTERVAL_S, timeout_s=1.0, jitter=jitter, draw=lambda: 1.0)
+    settings = PollSpec(path="/", interval_s=INTERVAL_S, timeout_s=1.0, jitter=jitter, draw=lambda: 1.0)
     run(list(present), scenario, settings)
 
 

@@ -11,7 +11,7 @@ from tests.serve.rig import CHAT, COMPLETIONS, RunningGateway, rig
 from tests.serve.stub_engines import Engine, completion, engines_of, failing, run, stub_rig
 
 from kvroute.http.server.exchange import Exchange
-from kvroute.http.server.request_parser import Limits
+from kvroute.http.server.request_parser import RequestLimits
 from kvroute.serve.api.anthropic.errors import ApiErrors
 from kvroute.serve.api.api_keys import hash_text
 
@@ -39,7 +39,7 @@ def checked_id(headers: dict[bytes, bytes]) -> bytes:
 def test_refusals_of_the_parser_have_the_id_of_their_request(case: str) -> None:
     """If the client's id was not read, the response has a new one."""
     status, sent = REFUSED_BY_THE_PARSER[case]
-    limits = Limits(header_bytes=1000, body_bytes=1000, header_s=0.1, body_s=0.1)
+    limits = RequestLimits(header_bytes=1000, body_bytes=1000, header_s=0.1, body_s=0.1)
     [(got, headers, body)] = parse_responses(exchange_bytes(sent, limits=limits))
     assert got == status, body
     known = MINE in sent

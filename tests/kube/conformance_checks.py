@@ -26,8 +26,8 @@ from tests.kube.remote_cluster import DEFINITIONS, Failed, RemoteCluster
 from tests.kube.resources.router_examples import Manifest, constrained, router, topology
 
 from kvroute.kube.api.client import Access
-from kvroute.kube.api.requests import Refused
-from kvroute.kube.discovery.engines import DiscoveryOptions, KubernetesDiscovery
+from kvroute.kube.api.requests import ApiRefused
+from kvroute.kube.discovery.engines import DiscoverySpec, KubernetesDiscovery
 from kvroute.kube.operator.api_calls import ApiCalls
 from kvroute.kube.operator.rights import NAMED, PODS, RIGHTS, ROUTERS
 from kvroute.types import Discovered
@@ -115,7 +115,7 @@ async def conflicts(cluster: RemoteCluster, _: str) -> None:
     calls = ApiCalls(cluster.connect_as(f"{cluster.namespace}:kvroute-operator"))
     try:
         change = {"metadata": {"resourceVersion": old, "labels": {"stale": "1"}}}
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(ApiRefused) as refused:
             await calls.patch(PODS, cluster.namespace, "prefill-0", change)
         assert refused.value.status == 409
     finally:
@@ -145,7 +145,7 @@ async def discovery(cluster: RemoteCluster, _: str) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         access = Access(cluster.kubeconfig(Path(folder)))
-        source = KubernetesDiscovery(access, DiscoveryOptions(cluster.namespace, "app=engine"))
+        source = KubernetesDiscovery(access, DiscoverySpec(cluster.namespace, "app=engine"))
         running = asyncio.create_task(source.run(report))
         try:
             await _followed(cluster, reports)

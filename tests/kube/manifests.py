@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvroute.kube.api.objects import Node, Pod
+from kvroute.kube.api.objects import KubeNode, KubePod
 
 NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 
@@ -41,7 +41,7 @@ def pod_document(
     metadata |= {"deletionTimestamp": "2026-01-01T00:00:00Z"} if deleted else {}
     return {
         "apiVersion": "v1",
-        "kind": "Pod",
+        "kind": "KubePod",
         "metadata": metadata,
         "spec": {"nodeName": node, "containers": [engine]},
         "status": {
@@ -54,17 +54,17 @@ def pod_document(
     }
 
 
-def pod(name: str = "prefill-0", **changes: Any) -> Pod:
+def pod(name: str = "prefill-0", **changes: Any) -> KubePod:
     """Return `pod_document` as discovery reads it."""
-    return msgspec.convert(pod_document(name, **changes), Pod)
+    return msgspec.convert(pod_document(name, **changes), KubePod)
 
 
 def node_document(name: str = "node-1", labels: dict[str, str] | None = None) -> dict[str, Any]:
     """Return a node with labels."""
     metadata = {"name": name, "uid": f"uid-{name}", "resourceVersion": "1", "labels": labels or {}}
-    return {"apiVersion": "v1", "kind": "Node", "metadata": metadata}
+    return {"apiVersion": "v1", "kind": "KubeNode", "metadata": metadata}
 
 
-def node(name: str = "node-1", labels: dict[str, str] | None = None) -> Node:
+def node(name: str = "node-1", labels: dict[str, str] | None = None) -> KubeNode:
     """Return `node_document` as discovery reads it."""
-    return msgspec.convert(node_document(name, labels), Node)
+    return msgspec.convert(node_document(name, labels), KubeNode)

@@ -18,8 +18,8 @@ from tests.kube.kubelet import running
 from tests.kube.resources.router_examples import Manifest
 
 from kvroute.kube.api.informer import Timing
-from kvroute.kube.operator.driver import DriverSettings, OperatorDriver
-from kvroute.kube.operator.observed import OperatorSettings
+from kvroute.kube.operator.driver import OperatorDriver, OperatorDriverSpec
+from kvroute.kube.operator.observed import OperatorSpec
 from kvroute.kube.operator.rights import (
     BINDINGS,
     EVENTS,
@@ -32,14 +32,18 @@ from kvroute.kube.operator.rights import (
     SECRETS,
     TOPOLOGIES,
     VALIDATING,
-    Kind,
+    ResourceKind,
 )
 
-NAMESPACES = Kind("v1", "Namespace", "namespaces", namespaced=False)
-DEFINITIONS = Kind("apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourcedefinitions", namespaced=False)
-ROLES = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
-CLUSTER_ROLES = Kind("rbac.authorization.k8s.io/v1", "ClusterRole", "clusterroles", namespaced=False)
-REVIEWS = Kind("authorization.k8s.io/v1", "SelfSubjectAccessReview", "selfsubjectaccessreviews", namespaced=False)
+NAMESPACES = ResourceKind("v1", "Namespace", "namespaces", namespaced=False)
+DEFINITIONS = ResourceKind(
+    "apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourcedefinitions", namespaced=False
+)
+ROLES = ResourceKind("rbac.authorization.k8s.io/v1", "Role", "roles")
+CLUSTER_ROLES = ResourceKind("rbac.authorization.k8s.io/v1", "ClusterRole", "clusterroles", namespaced=False)
+REVIEWS = ResourceKind(
+    "authorization.k8s.io/v1", "SelfSubjectAccessReview", "selfsubjectaccessreviews", namespaced=False
+)
 KINDS = {
     each.kind: each
     for each in (
@@ -69,7 +73,7 @@ class RemoteCluster:
     ca: Path | None = None
     """PEM file with the CAs that are trusted; None: those of the machine."""
     admin: httpx2.AsyncClient = field(init=False)
-    made: list[tuple[Kind, str, str]] = field(default_factory=list)
+    made: list[tuple[ResourceKind, str, str]] = field(default_factory=list)
     """Kind, namespace and name of everything that was made, in order."""
 
     def __post_init__(self) -> None:
@@ -131,7 +135,7 @@ class RemoteCluster:
         if response.status_code != 200:
             raise Failed(f"patch of {kind} {name}: {response.status_code} {response.text}")
 
-    async def delete(self, kind: Kind, namespace: str, name: str) -> httpx2.Response:
+    async def delete(self, kind: ResourceKind, namespace: str, name: str) -> httpx2.Response:
         """Delete an object at once."""
         return await self.admin.delete(kind.path(namespace, name), params={"gracePeriodSeconds": "0"})
 
@@ -171,9 +175,9 @@ class RemoteCluster:
         """Run an operator with the rights of deploy/kustomize and no others."""
         timing = Timing(watch_s=20.0, retry_first_s=0.05, retry_max_s=0.5)
         given = {"port": None, "renew_s": 0.2, "resync_s": 1.0, "quiet_s": 0.02, "timing": timing} | settings
-        image = OperatorSettings(image="registry.example/kvroute:1", namespace=self.namespace)
+        image = OperatorSpec(image="registry.example/kvroute:1", namespace=self.namespace)
         connect = self.connect_as(f"{self.namespace}:kvroute-operator")
-        driver = OperatorDriver(connect, DriverSettings(operator=image, identity=identity, **given))
+        driver = OperatorDriver(connect, OperatorDriverSpec(operator=image, identity=identity, **given))
         task = asyncio.create_task(driver.run())
         try:
             yield driver

@@ -20,10 +20,12 @@ from tests.kube.operator.operator_rig import open_definition
 from tests.waiting import HANGS_S
 
 from kvroute.kube.admission.certificates import issue
-from kvroute.kube.operator.rights import NODES, RIGHTS, Kind
+from kvroute.kube.operator.rights import NODES, RIGHTS, ResourceKind
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFINITIONS = Kind("apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourcedefinitions", namespaced=False)
+DEFINITIONS = ResourceKind(
+    "apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourcedefinitions", namespaced=False
+)
 
 UNUSED = {"servicemonitors", "clustertopologybindings", "clustertopologies", "poddisruptionbudgets"}
 """Resources of which the checks do not use every right: their definition is not installed, or nothing is to delete. The

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.kube.discovery.places import DEFAULT_LEVELS
-from kvroute.kube.discovery.pods import Finding, Reading
+from kvroute.kube.discovery.pods import PodFinding, PodReading
 from kvroute.kube.preflight.check import CheckReport, LevelReport, check_report
 from kvroute.policies import Level, TopologyConstraint, prefill_mask
 from kvroute.topology import parse
@@ -82,7 +82,7 @@ def test_stranded_engines_are_those_that_the_router_masks(engines: list[Discover
     decode = np.array([index for index, role in roles.values() if role == "decode"], dtype=np.int64)
     mask = prefill_mask(TopologyConstraint(level), cluster.tier, prefill, decode)
     masked = {cluster.instances[index].name for index, kept in zip(prefill, mask, strict=True) if not kept}
-    assert set(one(check_report(Reading(tuple(engines)), DEFAULT_LEVELS), level).stranded) == masked
+    assert set(one(check_report(PodReading(tuple(engines)), DEFAULT_LEVELS), level).stranded) == masked
 
 
 def one(report: CheckReport, level: Level) -> LevelReport:
@@ -94,14 +94,14 @@ def test_engines_of_other_protocols_and_models_do_not_count() -> None:
     """They cannot take each other's KV caches."""
     place = Place(node="n", rack="r")
     for other in (engine("e1", "decode", place, "mooncake"), engine("e1", "decode", place, model="other")):
-        report = check_report(Reading((engine("e0", "prefill", place), other)), DEFAULT_LEVELS)
+        report = check_report(PodReading((engine("e0", "prefill", place), other)), DEFAULT_LEVELS)
         assert one(report, "rack").stranded == ("e0",)
         assert one(report, "rack").unreached == ("e1",)
         assert report.faults == (
             "e0: no decode engine has its model and protocol",
             "e1: no prefill engine has its model and protocol",
         )
-        constrained = check_report(Reading((engine("e0", "prefill", place), other)), DEFAULT_LEVELS, "rack")
+        constrained = check_report(PodReading((engine("e0", "prefill", place), other)), DEFAULT_LEVELS, "rack")
         assert constrained.faults == report.faults
 
 
@@ -112,23 +112,25 @@ def test_what_the_owner_should_change() -> None:
         engine("e1", "decode", Place(node="n1", rack="r1")),
         engine("e2", "decode", Place(node="n2")),
     )
-    waiting = Finding(pod="llm/x", effect="waiting", field="status.podIP", what="the pod has no address yet")
-    left_out = Finding(pod="llm/y", effect="left out", field="kvroute.io/role", what="unknown role 'x'", hint="fix it")
-    reading = Reading(engines, (waiting, left_out))
+    waiting = PodFinding(pod="llm/x", effect="waiting", field="status.podIP", what="the pod has no address yet")
+    left_out = PodFinding(
+        pod="llm/y", effect="left out", field="kvroute.io/role", what="unknown role 'x'", hint="fix it"
+    )
+    reading = PodReading(engines, (waiting, left_out))
     assert check_report(reading, DEFAULT_LEVELS).faults == ("llm/y: kvroute.io/role: unknown role 'x'; fix it",)
-    assert check_report(Reading(engines, (waiting,)), DEFAULT_LEVELS).faults == ()
-    assert check_report(Reading(engines), DEFAULT_LEVELS, "rack").faults == (
+    assert check_report(PodReading(engines, (waiting,)), DEFAULT_LEVELS).faults == ()
+    assert check_report(PodReading(engines), DEFAULT_LEVELS, "rack").faults == (
         "node n2: it has no rack, so rack:required excludes its engines; "
         "label it with kvroute.io/rack, nvidia.com/rack or another label of the rack",
         "e0: no decode engine is in its rack, so rack:required gives it no requests",
     )
-    assert check_report(Reading(engines), DEFAULT_LEVELS, "datacenter").faults == ()
+    assert check_report(PodReading(engines), DEFAULT_LEVELS, "datacenter").faults == ()
 
 
 def test_an_engine_without_a_model() -> None:
     """Serves only with a model in the cluster file."""
     engines = (engine("e0", "prefill", Place(node="n0"), model=""), engine("e1", "decode", Place(node="n0"), model=""))
-    faults = check_report(Reading(engines), DEFAULT_LEVELS).faults
+    faults = check_report(PodReading(engines), DEFAULT_LEVELS).faults
     assert [sentence.partition(":")[0] for sentence in faults] == ["e0", "e1"]
     assert "names its model" in faults[0]
     assert "kvroute.io/model" in faults[0]
@@ -138,14 +140,14 @@ def test_a_node_outside_all_datacenters() -> None:
     """Is worth a label only if other nodes have one."""
     here, nowhere = Place(node="n0", datacenter="z1"), Place(node="n1")
     report = check_report(
-        Reading((engine("e0", "prefill", here), engine("e1", "decode", nowhere))), DEFAULT_LEVELS, "datacenter"
+        PodReading((engine("e0", "prefill", here), engine("e1", "decode", nowhere))), DEFAULT_LEVELS, "datacenter"
     )
     assert [sentence.partition(":")[0] for sentence in report.faults] == ["node n1", "e0"]
 
 
 def test_nothing_found() -> None:
     """Is a finding."""
-    faults = check_report(Reading(), DEFAULT_LEVELS, nodes_failure="nodes is forbidden").faults
+    faults = check_report(PodReading(), DEFAULT_LEVELS, nodes_failure="nodes is forbidden").faults
     assert faults == (
         "nodes is forbidden; places come from labels of pods alone",
         "no pod is an engine; see docs/kubernetes-labels.md for the labels",

@@ -16,12 +16,12 @@ from tests.waiting import HANGS_S, until
 
 from kvroute.kube.api.client import Access
 from kvroute.kube.api.informer import Timing
-from kvroute.kube.discovery.engines import DiscoveryOptions, KubernetesDiscovery
-from kvroute.kube.discovery.pods import Finding
+from kvroute.kube.discovery.engines import DiscoverySpec, KubernetesDiscovery
+from kvroute.kube.discovery.pods import PodFinding
 from kvroute.types.discovered import Discovered
 
 FAST = Timing(watch_s=2.0, silence_s=1.0, retry_first_s=0.01, retry_max_s=0.05, short_watch_s=0.0)
-OPTIONS = DiscoveryOptions(coalesce_s=0.02, timing=FAST)
+OPTIONS = DiscoverySpec(coalesce_s=0.02, timing=FAST)
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Rig:
     api: ScriptedApi
     discovery: KubernetesDiscovery
     reports: list[tuple[Discovered, ...]] = field(default_factory=list)
-    findings: list[tuple[Finding, ...]] = field(default_factory=list)
+    findings: list[tuple[PodFinding, ...]] = field(default_factory=list)
 
     def report(self, engines: tuple[Discovered, ...]) -> None:
         """Take a report."""
@@ -44,7 +44,7 @@ class Rig:
 
 
 @asynccontextmanager
-async def running(folder: Path, options: DiscoveryOptions, refused: bytes | None) -> AsyncIterator[Rig]:
+async def running(folder: Path, options: DiscoverySpec, refused: bytes | None) -> AsyncIterator[Rig]:
     """Run discovery against a server with two pods on two nodes.
 
     Args:
@@ -58,7 +58,7 @@ async def running(folder: Path, options: DiscoveryOptions, refused: bytes | None
         await api.put("nodes", node_document(f"node-{number}", {"nvidia.com/rack": f"r{number}"}))
         labels = {"kvroute.io/role": role, "app": "vllm"}
         await api.put("pods", pod_document(role, labels=labels, node=f"node-{number}", podIP=f"10.0.0.{number}"))
-    findings: list[tuple[Finding, ...]] = []
+    findings: list[tuple[PodFinding, ...]] = []
     discovery = KubernetesDiscovery(Access(kubeconfig(folder, api.url)), options, findings.append)
     rig = Rig(api, discovery, findings=findings)
     async with asyncio.TaskGroup() as group:
@@ -74,7 +74,7 @@ async def running(folder: Path, options: DiscoveryOptions, refused: bytes | None
 def play(
     scenario: Callable[[Rig], Awaitable[None]],
     folder: Path,
-    options: DiscoveryOptions = OPTIONS,
+    options: DiscoverySpec = OPTIONS,
     refused: bytes | None = None,
 ) -> None:
     """Run a scenario, within a limit."""

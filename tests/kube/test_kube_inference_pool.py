@@ -18,7 +18,7 @@ from kvroute.kube.api.inference_pool import (
     members_of,
     reference_faults,
 )
-from kvroute.kube.discovery.pods import Reading, ReadOptions, read_pod
+from kvroute.kube.discovery.pods import PodReading, PodReadSpec, read_pod
 from kvroute.topology.label_selector import selector_fault
 from kvroute.types import InputError, OwnPicker
 
@@ -39,9 +39,9 @@ def service(*ports: dict[str, Any], kind: str = "ClusterIP") -> Service:
     return msgspec.convert({"metadata": {"name": "epp"}, "spec": {"type": kind, "ports": list(ports)}}, Service)
 
 
-def read(ports: tuple[int, ...], **changes: Any) -> Reading:
+def read(ports: tuple[int, ...], **changes: Any) -> PodReading:
     """Return what a pod is with the ports of a pool."""
-    return read_pod(pod("a", **changes), node(), ReadOptions(selected=True, ports=ports))
+    return read_pod(pod("a", **changes), node(), PodReadSpec(selected=True, ports=ports))
 
 
 @given(st.dictionaries(LABEL, LABEL | st.just(""), min_size=1, max_size=4), PORTS)
@@ -162,13 +162,13 @@ def test_a_member_of_a_pool_serves_whole_requests_unless_something_says_otherwis
     """Without a pool, a pod whose role is not known is left out."""
     [engine] = read((8000,), labels={}, container=container).engines
     assert engine.role == role
-    alone = read_pod(pod("a", labels={}, container=container), node(), ReadOptions(selected=True))
+    alone = read_pod(pod("a", labels={}, container=container), node(), PodReadSpec(selected=True))
     assert bool(alone.engines) == (role != "both")
 
 
 def test_a_pod_that_says_that_it_is_no_engine_is_none() -> None:
     """Although the pool selects it."""
-    assert read((8000,), labels={"kvroute.io/role": "none"}) == Reading()
+    assert read((8000,), labels={"kvroute.io/role": "none"}) == PodReading()
 
 
 def test_members_are_compared_by_selector_and_ports() -> None:

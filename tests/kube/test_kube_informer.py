@@ -17,9 +17,9 @@ from tests.waiting import HANGS_S, until
 
 from kvroute.kube.api.client import Access
 from kvroute.kube.api.informer import Informer, Timing
-from kvroute.kube.api.objects import Pod
+from kvroute.kube.api.objects import KubePod
 from kvroute.kube.api.requests import PODS, Selection
-from kvroute.kube.api.store import Key, Store
+from kvroute.kube.api.store import Key, ObjectStore
 from kvroute.types import InputError
 
 FAST = Timing(watch_s=2.0, silence_s=1.0, retry_first_s=0.01, retry_max_s=0.05, short_watch_s=0.0, page=2)
@@ -30,8 +30,8 @@ class Rig:
     """A server and an informer of its pods."""
 
     api: ScriptedApi
-    informer: Informer[Pod]
-    store: Store[Pod]
+    informer: Informer[KubePod]
+    store: ObjectStore[KubePod]
     changes: list[frozenset[Key]] = field(default_factory=list)
 
     async def equal(self) -> None:
@@ -52,7 +52,7 @@ async def running(folder: Path, timing: Timing = FAST, user: dict[str, str] | No
     await api.start()
     for name in "abc":
         await api.put("pods", pod_document(name))
-    store = Store[Pod]()
+    store = ObjectStore[KubePod]()
     changes: list[frozenset[Key]] = []
     access = Access(kubeconfig(folder, api.url, user))
     informer = Informer(access.connect, PODS, Selection("llm"), store, changes.append, timing)
@@ -255,7 +255,7 @@ def test_one_list_for_a_command(tmp_path: Path) -> None:
         await api.start()
         await api.put("pods", pod_document("a"))
         await api.put("nodes", node_document("n"))
-        store = Store[Pod]()
+        store = ObjectStore[KubePod]()
         access = Access(kubeconfig(tmp_path, api.url))
         assert access.namespace() == "llm"
         informer = Informer(access.connect, PODS, Selection(labels="app=vllm"), store, lambda _: None, FAST)

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.kube.manifests import NIXL, node, pod, pod_document
 
-from kvroute.kube.api.objects import Node, Pod
+from kvroute.kube.api.objects import KubeNode, KubePod
 from kvroute.kube.discovery.labels import OWN_KEYS, ROLE_ALIASES
-from kvroute.kube.discovery.pods import Finding, Reading, ReadOptions, read_pods
+from kvroute.kube.discovery.pods import PodFinding, PodReading, PodReadSpec, read_pods
 from kvroute.types import TRAITS, Endpoint
 from kvroute.types.discovered import Discovered, Place
 
@@ -26,11 +26,11 @@ NODES = {"node-1": node("node-1", {"topology.kubernetes.io/zone": "z1", "nvidia.
 SGLANG = ["python3", "-m", "sglang.launch_server"]
 
 
-def read(*pods: Pod, nodes: dict[str, Node] = NODES, **options: Any) -> Reading:
-    return read_pods(pods, nodes, ReadOptions(**options))
+def read(*pods: KubePod, nodes: dict[str, KubeNode] = NODES, **options: Any) -> PodReading:
+    return read_pods(pods, nodes, PodReadSpec(**options))
 
 
-def engine(one: Pod, **options: Any) -> Discovered:
+def engine(one: KubePod, **options: Any) -> Discovered:
     """The only engine of a pod, which has no findings."""
     reading = read(one, **options)
     assert reading.findings == ()
@@ -38,7 +38,7 @@ def engine(one: Pod, **options: Any) -> Discovered:
     return reading.engines[0]
 
 
-def finding(one: Pod, **options: Any) -> Finding:
+def finding(one: KubePod, **options: Any) -> PodFinding:
     """The only finding of a pod."""
     reading = read(one, **options)
     assert len(reading.findings) == 1, reading
@@ -55,7 +55,7 @@ KNOWN = st.sampled_from(["prefill", "decode", "both", "none", "8000", "8000-8002
 
 
 @st.composite
-def odd_pods(draw: st.DrawFn) -> Pod:
+def odd_pods(draw: st.DrawFn) -> KubePod:
     """Return a pod with labels, arguments and states of any kind."""
     values = st.one_of(TEXTS, KNOWN)
     words = [word for pair in draw(st.lists(st.tuples(OPTIONS, values), max_size=4)) for word in pair]
@@ -73,11 +73,11 @@ def odd_pods(draw: st.DrawFn) -> Pod:
     )
     for part in draw(st.lists(st.sampled_from(["spec", "status", "metadata"]), max_size=2)):
         document.pop(part, None)
-    return msgspec.convert(document, Pod)
+    return msgspec.convert(document, KubePod)
 
 
 @given(st.lists(odd_pods(), max_size=6), st.integers(0, 2**32))
-def test_the_result_depends_only_on_the_set_of_pods(pods: list[Pod], seed: int) -> None:
+def test_the_result_depends_only_on_the_set_of_pods(pods: list[KubePod], seed: int) -> None:
     """Not on their order, and no pod raises."""
     shuffled = pods.copy()
     random.Random(seed).shuffle(shuffled)
@@ -87,7 +87,7 @@ def test_the_result_depends_only_on_the_set_of_pods(pods: list[Pod], seed: int) 
 
 
 @given(st.lists(odd_pods(), max_size=6))
-def test_engines_are_fit_to_be_reported(pods: list[Pod]) -> None:
+def test_engines_are_fit_to_be_reported(pods: list[KubePod]) -> None:
     """Ascending by name, with distinct names, and with distinct addresses if they are ready."""
     engines = read(*pods).engines
     names = [each.name for each in engines]
@@ -99,7 +99,7 @@ def test_engines_are_fit_to_be_reported(pods: list[Pod]) -> None:
 
 
 @given(odd_pods())
-def test_a_prefill_engine_has_the_bootstrap_server_that_its_protocol_needs(one: Pod) -> None:
+def test_a_prefill_engine_has_the_bootstrap_server_that_its_protocol_needs(one: KubePod) -> None:
     """Unless its label says that there is none."""
     for each in read(one).engines:
         if TRAITS[each.endpoint.protocol].needs_bootstrap and one.value("kvroute.io/bootstrap-port") != "0":
@@ -107,12 +107,12 @@ def test_a_prefill_engine_has_the_bootstrap_server_that_its_protocol_needs(one: 
 
 
 @given(odd_pods(), st.lists(odd_pods(), max_size=4))
-def test_other_pods_change_an_engine_only_by_its_name_or_address(one: Pod, others: list[Pod]) -> None:
+def test_other_pods_change_an_engine_only_by_its_name_or_address(one: KubePod, others: list[KubePod]) -> None:
     """A pod gives the same engines beside pods with other names and addresses."""
     alone = read(one)
     taken = {word for each in alone.engines for word in (each.name, each.endpoint.url)}
 
-    def collides(other: Pod) -> bool:
+    def collides(other: KubePod) -> bool:
         return any({each.name, each.endpoint.url} & taken for each in read(other).engines)
 
     beside = read(one, *(other for other in others if not collides(other)))
@@ -143,7 +143,7 @@ def test_ends_of_pods() -> None:
     assert not engine(pod(deleted=True)).ready
     assert not engine(pod(ready=False)).ready
     assert not engine(pod(conditions=None)).ready
-    assert read(pod(phase="Succeeded")) == Reading()
+    assert read(pod(phase="Succeeded")) == PodReading()
     waiting = finding(pod(podIP="", phase="Pending"))
     assert (waiting.effect, waiting.field) == ("waiting", "status.podIP")
 
@@ -186,14 +186,14 @@ def test_role_labels_of_other_projects(labels: dict[str, str], role: str) -> Non
 def test_pods_that_are_no_engines() -> None:
     """They give nothing, not even a finding, unless the user has selected them."""
     plain = {"command": ["nginx"], "args": None, "image": "nginx"}
-    assert read(pod(labels={}, container=plain)) == Reading()
+    assert read(pod(labels={}, container=plain)) == PodReading()
     assert finding(pod(labels={}, container=plain), selected=True).field == "kvroute.io/role"
     for labels in (
         {"nvidia.com/dynamo-component-type": "frontend"},
         {"llm-d.ai/role": "encode"},
         {"kvroute.io/role": "none"},
     ):
-        assert read(pod(labels=labels), selected=True) == Reading()
+        assert read(pod(labels=labels), selected=True) == PodReading()
 
 
 def test_roles_by_command_line() -> None:
@@ -366,9 +366,9 @@ def test_followers_of_multi_node_engines_serve_nothing() -> None:
     """Of a LeaderWorkerSet, of vLLM without an API server, and of SGLang's other nodes."""
     index = "leaderworkerset.sigs.k8s.io/worker-index"
     assert engine(pod(labels={"kvroute.io/role": "prefill", index: "0"}))
-    assert read(pod(labels={"kvroute.io/role": "prefill", index: "1"})) == Reading()
-    assert read(pod(args=["m", "--headless"])) == Reading()
-    assert read(pod(args=["--node-rank", "1"], container={"command": SGLANG})) == Reading()
+    assert read(pod(labels={"kvroute.io/role": "prefill", index: "1"})) == PodReading()
+    assert read(pod(args=["m", "--headless"])) == PodReading()
+    assert read(pod(args=["--node-rank", "1"], container={"command": SGLANG})) == PodReading()
 
 
 def test_dynamo_workers_have_no_http_server() -> None:
@@ -449,4 +449,4 @@ def test_several_containers() -> None:
     """The engine's container is the one that starts an engine, wherever it stands."""
     document = pod_document()
     document["spec"]["containers"].insert(0, {"name": "proxy", "image": "envoy", "ports": [{"containerPort": 1}]})
-    assert engine(msgspec.convert(document, Pod)).endpoint.url == "http://10.0.0.1:8000"
+    assert engine(msgspec.convert(document, KubePod)).endpoint.url == "http://10.0.0.1:8000"

@@ -15,7 +15,7 @@ from tests.serve.discovery.kubernetes_rig import PODS, Rig, play
 from tests.waiting import until
 
 from kvroute.kube.api.client import Access
-from kvroute.kube.discovery.engines import DiscoveryOptions
+from kvroute.kube.discovery.engines import DiscoverySpec
 from kvroute.kube.discovery.pool_discovery import PoolDiscovery
 from kvroute.serve.discovery.kubernetes_pods import KubernetesPods
 from kvroute.serve.discovery.sources import check_source
@@ -92,7 +92,7 @@ def test_a_changed_pool_takes_effect_at_once_and_as_a_whole(tmp_path: Path) -> N
     selector, and no report is empty in between."""
 
     async def scenario(rig: Rig) -> None:
-        options = DiscoveryOptions("llm", handover_s=0.1)
+        options = DiscoverySpec("llm", handover_s=0.1)
         source = PoolDiscovery(Access(rig.folder / "kubeconfig"), options, "a")
         await install(rig.client)
         await rig.client.must("POST", POOLS, pool_document("a", {"app": "x"}, (8000,)))
@@ -117,7 +117,7 @@ def test_a_pod_that_ends_during_the_handover_leaves_at_once(tmp_path: Path) -> N
     """The former pods are followed until its end, and nothing of them is left if the pool goes."""
 
     async def scenario(rig: Rig) -> None:
-        options = DiscoveryOptions("llm", handover_s=3600.0)
+        options = DiscoverySpec("llm", handover_s=3600.0)
         source = PoolDiscovery(Access(rig.folder / "kubeconfig"), options, "a")
         await install(rig.client)
         await rig.client.must("POST", POOLS, pool_document("a", {"app": "x"}))

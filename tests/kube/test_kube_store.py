@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.kube.manifests import pod_document
 
-from kvroute.kube.api.objects import Pod
-from kvroute.kube.api.store import EventKind, Key, Store
+from kvroute.kube.api.objects import KubePod
+from kvroute.kube.api.store import EventKind, Key, ObjectStore
 
 NAMES = st.sampled_from(["a", "b", "c"])
 
@@ -25,8 +25,8 @@ def version(count: int) -> str:
 class Server:
     """Objects, and the events of all changes."""
 
-    objects: dict[str, Pod] = field(default_factory=dict)
-    events: list[tuple[EventKind, Pod]] = field(default_factory=list)
+    objects: dict[str, KubePod] = field(default_factory=dict)
+    events: list[tuple[EventKind, KubePod]] = field(default_factory=list)
     floor: int = 0
 
     def change(self, name: str, kind: EventKind, ready: bool) -> None:
@@ -47,17 +47,17 @@ class Server:
         return next(number for number in range(len(self.events) + 1) if version(number) == at)
 
 
-def document(name: str, at: str, **changes: Any) -> Pod:
+def document(name: str, at: str, **changes: Any) -> KubePod:
     made = pod_document(name, **changes)
     made["metadata"]["resourceVersion"] = at
-    return msgspec.convert(made, Pod)
+    return msgspec.convert(made, KubePod)
 
 
-def listed(server: Server, store: Store[Pod]) -> frozenset[Key]:
+def listed(server: Server, store: ObjectStore[KubePod]) -> frozenset[Key]:
     return store.listed(store.attempt(), list(server.objects.values()), version(len(server.events)))
 
 
-def watched(server: Server, store: Store[Pod], limit: int) -> set[Key]:
+def watched(server: Server, store: ObjectStore[KubePod], limit: int) -> set[Key]:
     """Deliver up to `limit` events of a new watch, as a server does."""
     attempt, changed = store.attempt(), set[Key]()
     at = server.index(store.version)
@@ -68,7 +68,9 @@ def watched(server: Server, store: Store[Pod], limit: int) -> set[Key]:
         changed |= store.watched(attempt, kind, found)
     if at + limit > len(server.events):
         store.watched(
-            attempt, "BOOKMARK", msgspec.convert({"metadata": {"resourceVersion": version(len(server.events))}}, Pod)
+            attempt,
+            "BOOKMARK",
+            msgspec.convert({"metadata": {"resourceVersion": version(len(server.events))}}, KubePod),
         )
     return changed
 
@@ -86,8 +88,8 @@ STEPS = st.one_of(
 def test_any_history_ends_with_the_servers_objects(steps: list[tuple[Any, ...]]) -> None:
     """Watches that end in the middle, relists, compactions, and events of earlier watches; and each change of the
     contents is reported."""
-    server, store = Server(), Store[Pod]()
-    seen: dict[Key, Pod] = {}
+    server, store = Server(), ObjectStore[KubePod]()
+    seen: dict[Key, KubePod] = {}
     for step in [*steps, ("watch", 1000), ("watch", 1000)]:
         changed: set[Key] | frozenset[Key] = set()
         match step:
@@ -111,14 +113,14 @@ def test_any_history_ends_with_the_servers_objects(steps: list[tuple[Any, ...]])
     assert dict(store.objects) == {("llm", name): found for name, found in server.objects.items()}
 
 
-def _state(found: Pod | None) -> object:
+def _state(found: KubePod | None) -> object:
     return None if found is None else (found.metadata.uid, found.status, found.spec, found.metadata.labels)
 
 
 @given(st.lists(st.tuples(NAMES, st.sampled_from(["MODIFIED", "DELETED"]), st.booleans()), max_size=12))
 def test_repeated_events_change_nothing(changes: list[tuple[str, EventKind, bool]]) -> None:
     """The last events again, and a second identical list."""
-    server, store = Server(), Store[Pod]()
+    server, store = Server(), ObjectStore[KubePod]()
     listed(server, store)
     for change in changes:
         server.change(*change)
@@ -133,7 +135,7 @@ def test_repeated_events_change_nothing(changes: list[tuple[str, EventKind, bool
 
 def test_an_outage_keeps_the_contents() -> None:
     """A version that the server no longer knows needs a list, and until then nothing changes."""
-    store = Store[Pod]()
+    store = ObjectStore[KubePod]()
     assert not store.synced
     store.listed(store.attempt(), [document("a", "5")], "9")
     store.expired()
@@ -146,7 +148,7 @@ def test_an_outage_keeps_the_contents() -> None:
 
 def test_only_what_is_kept_counts_as_a_change() -> None:
     """A heartbeat gives a new version of the same state; the watch continues from it."""
-    store = Store[Pod]()
+    store = ObjectStore[KubePod]()
     attempt = store.attempt()
     assert store.listed(attempt, [document("a", "5")], "9") == {("llm", "a")}
     assert store.watched(attempt, "MODIFIED", document("a", "10")) == frozenset()
@@ -156,7 +158,7 @@ def test_only_what_is_kept_counts_as_a_change() -> None:
 
 def test_the_name_of_a_new_object() -> None:
     """The deletion of an earlier object of the name does not remove it."""
-    store = Store[Pod]()
+    store = ObjectStore[KubePod]()
     attempt = store.attempt()
     store.listed(attempt, [document("a", "5", uid="new")], "9")
     assert store.watched(attempt, "DELETED", document("a", "10", uid="old")) == frozenset()

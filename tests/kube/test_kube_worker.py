@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvroute.types import InputError
 from kvroute_engine.topology_labels import (
     MissingTopology,
-    WorkerSettings,
+    TopologyWorkerSpec,
     engine_environment,
     wait_for_labels,
 )
@@ -25,16 +25,16 @@ def test_each_name_of_a_variable_works(enabled: str, mount: str, level: str, pol
     """kvroute's, the proposal's and Dynamo 1.6's."""
     words = {"DYN_KV_TRANSFER_ENFORCEMENT": "preferred"}
     environment = {enabled: "True", mount: "/labels", level: "rack", policy: words.get(policy, "fallback")}
-    assert WorkerSettings.read(environment) == WorkerSettings(True, Path("/labels"), "rack", "fallback")
+    assert TopologyWorkerSpec.read(environment) == TopologyWorkerSpec(True, Path("/labels"), "rack", "fallback")
 
 
 def test_defaults() -> None:
     """Off without the variable; the policy is fail."""
-    assert WorkerSettings.read({LEVEL[0]: "rack", POLICY[0]: "?"}) == WorkerSettings()
-    assert not WorkerSettings.read({"DYN_TOPOLOGY_ENABLED": "false"}).enabled
-    assert WorkerSettings.read(ON) == WorkerSettings(True, DEFAULT_FOLDERS[0])
+    assert TopologyWorkerSpec.read({LEVEL[0]: "rack", POLICY[0]: "?"}) == TopologyWorkerSpec()
+    assert not TopologyWorkerSpec.read({"DYN_TOPOLOGY_ENABLED": "false"}).enabled
+    assert TopologyWorkerSpec.read(ON) == TopologyWorkerSpec(True, DEFAULT_FOLDERS[0])
     both = {"DYN_ROUTER_KV_TRANSFER_MISMATCH_POLICY": "fail", "DYN_KV_TRANSFER_ENFORCEMENT": "required"}
-    assert WorkerSettings.read(ON | both).policy == "fail"
+    assert TopologyWorkerSpec.read(ON | both).policy == "fail"
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_defaults() -> None:
 def test_wrong_variables(environment: dict[str, str], part: str) -> None:
     """One sentence with the variable."""
     with pytest.raises(InputError, match="KVROUTE_") as raised:
-        WorkerSettings.read(environment)
+        TopologyWorkerSpec.read(environment)
     assert part in str(raised.value)
 
 
@@ -82,7 +82,7 @@ def test_the_wait_ends_when_the_label_is_there(
     folder = tmp_path_factory.mktemp("topology")
     (folder / "rack").write_text("")
     clock = Clock(folder / "rack", at_s)
-    settings = WorkerSettings(True, folder, "rack", wait_s=float(limit_s))
+    settings = TopologyWorkerSpec(True, folder, "rack", wait_s=float(limit_s))
     if at_s <= limit_s:
         assert wait_for_labels(settings, clock.read, clock.pause) == {"rack": "r1"}
         assert clock.now_s == at_s
@@ -97,7 +97,7 @@ def test_what_a_missing_label_says(tmp_path: Path) -> None:
     (tmp_path / "zone").write_text("z1")
     (tmp_path / "rack").write_text("\n")
     for level, state in (("rack", "is empty"), ("block", "does not exist")):
-        settings = WorkerSettings(True, tmp_path, level, wait_s=0.0)
+        settings = TopologyWorkerSpec(True, tmp_path, level, wait_s=0.0)
         with pytest.raises(MissingTopology) as raised:
             wait_for_labels(settings)
         assert str(raised.value) == (
@@ -109,8 +109,8 @@ def test_what_a_missing_label_says(tmp_path: Path) -> None:
 def test_nothing_is_awaited_without_a_level(tmp_path: Path) -> None:
     """And nothing is read unless topology is enabled."""
     (tmp_path / "zone").write_text("z1")
-    assert wait_for_labels(WorkerSettings(True, tmp_path)) == {"zone": "z1"}
-    assert wait_for_labels(WorkerSettings(False, tmp_path, "rack")) == {}
+    assert wait_for_labels(TopologyWorkerSpec(True, tmp_path)) == {"zone": "z1"}
+    assert wait_for_labels(TopologyWorkerSpec(False, tmp_path, "rack")) == {}
 
 
 def test_the_engine_gets_the_labels() -> None:

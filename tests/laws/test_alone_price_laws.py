@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from kvroute.control import ControlSpec
 from kvroute.policies.foresight.aggregated import PARTS as PRICED
 from kvroute.policies.foresight.aggregated import (
-    AloneCandidates,
-    AloneOffer,
+    AggregatedCandidates,
+    AggregatedOffer,
     PairPrice,
-    cheapest_alone,
+    cheapest_aggregated,
     load_of,
 )
 from kvroute.policies.foresight.spec import ForesightSpec
@@ -49,7 +49,7 @@ situations = st.builds(
 counts = st.integers(0, 40)
 
 
-def price(now: Situation, batch: int, delayed: int, busy: float, *, stays: bool, room: bool = True) -> Terms:
+def price(now: Situation, batch: int, delayed: int, busy: float, *, kept: bool, room: bool = True) -> Terms:
     """Return the terms of the one instance and the pair."""
     candidates = Candidates(
         names=("one",),
@@ -63,19 +63,19 @@ def price(now: Situation, batch: int, delayed: int, busy: float, *, stays: bool,
         iteration_base_s=np.array([now.base_s]),
         iteration_per_request_s=np.array([now.per_request_s]),
     )
-    pool = AloneCandidates(
+    pool = AggregatedCandidates(
         candidates,
         prompts_s=np.array([now.prompts_s]),
         prefill_s=np.array([now.prefill_s]),
         chunks=np.array([3]),
         delayed=np.array([delayed]),
         share=np.array([now.share]),
-        stays=stays,
+        kept=kept,
     )
     spec, nothing = ForesightSpec(), np.zeros(1, dtype=np.int64)
-    offer = AloneOffer((pool,), waiting=nothing, decoding=nothing, busy=busy, output_tokens=OUTPUT_TOKENS)
+    offer = AggregatedOffer((pool,), waiting=nothing, decoding=nothing, busy=busy, output_tokens=OUTPUT_TOKENS)
     pair = PairPrice("pair", misses=0, **PARTS)._replace(transfer_s=now.pair_transfer_s)
-    found, compared = cheapest_alone(spec, offer, [load_of(spec, candidates, OUTPUT_TOKENS)], pair)
+    found, compared = cheapest_aggregated(spec, offer, [load_of(spec, candidates, OUTPUT_TOKENS)], pair)
     assert (found is not None) == room
     return compared
 
@@ -85,24 +85,24 @@ def price(now: Situation, batch: int, delayed: int, busy: float, *, stays: bool,
     batch=counts,
     delayed=counts,
     busy=st.floats(0.0, 1.0),
-    stays=st.booleans(),
+    kept=st.booleans(),
     which=st.integers(0, 5),
 )
 def test_a_small_change_never_makes_a_price_jump(
-    before: Situation, batch: int, delayed: int, busy: float, stays: bool, which: int
+    before: Situation, batch: int, delayed: int, busy: float, kept: bool, which: int
 ) -> None:
     """A change of one input by a part in a million changes the price by less than a part in ten thousand."""
     name = before._fields[which]
     after = before._replace(**{name: getattr(before, name) * (1 + 1e-6)})
-    first = price(before, batch, delayed, busy, stays=stays)
-    second = price(after, batch, delayed, busy, stays=stays)
+    first = price(before, batch, delayed, busy, kept=kept)
+    second = price(after, batch, delayed, busy, kept=kept)
     assert abs(second.cost[0] - first.cost[0]) <= 1e-4 * first.cost[0]
 
 
-@given(now=situations, batch=counts, delayed=counts, stays=st.booleans(), room=st.booleans())
-def test_only_room_excludes_an_instance(now: Situation, batch: int, delayed: int, stays: bool, room: bool) -> None:
+@given(now=situations, batch=counts, delayed=counts, kept=st.booleans(), room=st.booleans())
+def test_only_room_excludes_an_instance(now: Situation, batch: int, delayed: int, kept: bool, room: bool) -> None:
     """However much an instance alone would delay others, it has a price; `price` checks that it is a candidate."""
-    terms = price(now, batch, delayed, 0.5, stays=stays, room=room)
+    terms = price(now, batch, delayed, 0.5, kept=kept, room=room)
     assert terms.feasible.tolist() == [room, True]
     assert np.isfinite(terms.cost).all()
 
@@ -126,7 +126,7 @@ def prices(nic_gbps: float, running: int, tokens: int) -> tuple[float, float]:
     terms = decisions[0].terms
     assert terms is not None
     if isinstance(decisions[-1], Prefill):
-        return float(terms.parts["pair_s"].max()), float(terms.parts["alone_s"][0])
+        return float(terms.parts["pair_s"].max()), float(terms.parts["aggregated_s"][0])
     assert isinstance(decisions[-1], Decode)
     return float(terms.cost[-1]), float(terms.cost[:-1].min())
 
@@ -135,9 +135,9 @@ def prices(nic_gbps: float, running: int, tokens: int) -> tuple[float, float]:
 def test_prices_are_continuous_in_bandwidth_and_length(nic_gbps: float, running: int, tokens: int) -> None:
     """One part in a thousand of bandwidth, or one token, never changes a price by more than a hundredth; more bandwidth
     never makes a pair dearer, and does not change the price of an instance alone."""
-    pair_s, alone_s = prices(nic_gbps, running, tokens)
+    pair_s, aggregated_s = prices(nic_gbps, running, tokens)
     faster_s, same_s = prices(nic_gbps * 1.001, running, tokens)
     assert 0.99 * pair_s <= faster_s <= pair_s * (1 + 1e-9)
-    assert abs(same_s - alone_s) <= 0.01 * alone_s
-    for one_s, more_s in zip((pair_s, alone_s), prices(nic_gbps, running, tokens + 1), strict=True):
+    assert abs(same_s - aggregated_s) <= 0.01 * aggregated_s
+    for one_s, more_s in zip((pair_s, aggregated_s), prices(nic_gbps, running, tokens + 1), strict=True):
         assert abs(more_s - one_s) <= 0.01 * one_s

@@ -21,10 +21,10 @@ from kvroute.policies.fleet.offload import OffloadSpec
 from kvroute.policies.fleet.role_switch import LongTerm
 from kvroute.prefix import PrefixIndex
 from kvroute.sim.metrics import FINISHED, REJECTED, Summary
-from kvroute.sim.network.capacity import Capacity
+from kvroute.sim.network.capacity import LinkCapacities
 from kvroute.sim.network.transfers import Fabric
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import Background, CapacityChange, SimSettings, WanTransport
+from kvroute.sim.settings import Background, CapacityChange, SimSpec, WanTransport
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import Cluster, parse
 from kvroute.types import (
@@ -149,7 +149,7 @@ cuts = st.lists(
     max_size=3,
 ).map(lambda changes: (*changes, *RECOVERIES))
 assumptions = st.builds(
-    SimSettings,
+    SimSpec,
     transfer=st.sampled_from(["serial", "layerwise"]),
     wan=st.sampled_from([None, WanTransport(connections=3)]),
     changes=cuts,
@@ -172,10 +172,10 @@ def _warm(number: int) -> TracedRequest:
 WARM = Trace(name="warm", requests=tuple(_warm(number) for number in range(30)))
 """A document, then one question to it after the other."""
 POOLED = ControlSpec(decode="foresight", prefill="cache-aware", prefix_pool=True, copies=EAGER)
-WITH_REVIEWS = SimSettings(review_s=0.5)
+WITH_REVIEWS = SimSpec(review_s=0.5)
 
 
-def logged(cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings) -> tuple[Run, bytes]:
+def logged(cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSpec) -> tuple[Run, bytes]:
     """Return a run and its log."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.log"
@@ -196,7 +196,7 @@ def records_of(log: bytes) -> list[LogRecord]:
 @example(("llama-3-8b", "20 GB"), WARM, POOLED, WITH_REVIEWS, False)
 @given(models, traces(), specs, assumptions, st.booleans())
 def test_every_request_ends_and_the_log_replays(
-    model: tuple[str, str], trace: Trace, spec: ControlSpec, assumed: SimSettings, reduces: bool
+    model: tuple[str, str], trace: Trace, spec: ControlSpec, assumed: SimSpec, reduces: bool
 ) -> None:
     """For any failure of copies nothing is lost, the same run gives the same log, and a replay makes the same
     decisions."""
@@ -212,7 +212,7 @@ def test_every_request_ends_and_the_log_replays(
 @example(("llama-3-8b", "20 GB"), WARM, POOLED, WITH_REVIEWS, False)
 @given(models, traces(), specs, assumptions, st.booleans())
 def test_bytes_sent_are_bytes_received_or_accounted_for(
-    model: tuple[str, str], trace: Trace, spec: ControlSpec, assumed: SimSettings, reduces: bool
+    model: tuple[str, str], trace: Trace, spec: ControlSpec, assumed: SimSpec, reduces: bool
 ) -> None:
     """The bytes of all hops are those of KV caches, failed transfers, copies for requests, and copies ahead of
     demand."""
@@ -268,7 +268,7 @@ class Audit:
             case TransferFinished(request_id=number):
                 self._cause(causes, number, "decode")
             case Admitted(request_id=number):
-                self._cause(causes, number, "alone")
+                self._cause(causes, number, "aggregated")
             case CopyFinished(copy_id=number, landed=True):
                 started_at, copy = self._copies[number]
                 causes[_target(copy)].append(self._chain(copy))
@@ -305,7 +305,7 @@ class Audit:
                 assert not (self._hybrid and depth) or chain[-1] in self._ends
                 assert 0 <= decision.copy_tokens <= tokens
             case Decode(request_id=number, source=source, target=name):
-                self._at[number, "alone" if source == name else "decode"] = name
+                self._at[number, "aggregated" if source == name else "decode"] = name
         if isinstance(decision, CopyPrefix) or (isinstance(decision, Prefill) and decision.copy_id):
             assert decision.copy_id not in self._copies
             target = self._cluster.index(_target(decision))
@@ -340,7 +340,7 @@ def _target(copy: CopyPrefix | Prefill) -> str:
 @example(("prfaas-1t-hybrid", "20 GB"), WARM, POOLED, WITH_REVIEWS)
 @given(models, traces(), specs, assumptions)
 def test_a_prefix_is_cached_only_when_complete_and_within_memory(
-    model: tuple[str, str], trace: Trace, spec: ControlSpec, assumed: SimSettings
+    model: tuple[str, str], trace: Trace, spec: ControlSpec, assumed: SimSpec
 ) -> None:
     """Each block that is reported as cached was computed, decoded or completely copied there. A prefill relies on
     nothing else, and with a hybrid model only on the end of an earlier prompt. Memory is reserved for copies in
@@ -360,13 +360,13 @@ def _without_times(summary: Summary) -> Summary:
 @many
 @given(models, traces(), offloads, assumptions)
 def test_without_shared_prefixes_copy_options_change_nothing(
-    model: tuple[str, str], trace: Trace, offload: OffloadSpec | None, assumed: SimSettings
+    model: tuple[str, str], trace: Trace, offload: OffloadSpec | None, assumed: SimSpec
 ) -> None:
     """Without a common prefix there is nothing to copy or fetch, and runs are equal to the last bit. No request
     restarts in this test."""
     assumed = msgspec.structs.replace(assumed, stall_s=None)
     alone = Trace(
-        name="alone",
+        name="aggregated",
         requests=tuple(
             msgspec.structs.replace(one, blocks=tuple(number * 1_000_000 + block for block in one.blocks))
             for number, one in enumerate(trace.requests, start=1)
@@ -385,7 +385,7 @@ def test_copies_ahead_of_demand_barely_slow_a_request(count: int, copy_bytes: fl
     """Beside n copies of any size, a KV cache takes at most (1 + n / 1000) times as long."""
     cluster = sites()
     source, target = cluster.index("f0"), cluster.index("d0")
-    fabric = Fabric(cluster, Capacity(cluster, Background(), 0), 0, WanTransport(connections=connections))
+    fabric = Fabric(cluster, LinkCapacities(cluster, Background(), 0), 0, WanTransport(connections=connections))
     for number in range(count):
         fabric.send(1 << 40 | number, source, target, copy_bytes, kind="ahead")
     fabric.send(1, source, target, 1e9)

@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import fields, replace
 
-from kvroute.control.learning.learned_capacity import Learned
+from kvroute.control.learning.learned_capacity import LearnedCapacity
 from kvroute.control.state.transfer_table import InFlight
 from kvroute.flows import fill_to_the_end, max_min_rates
 from kvroute.flows.state import CAPACITY
@@ -113,7 +113,7 @@ class ReferenceTable:
     starts: dict[int, float] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
     congestion: FloatArray = field(default_factory=lambda: np.zeros(5))
-    learned: Learned = field(default_factory=lambda: Learned(ForesightSpec()))
+    learned: LearnedCapacity = field(default_factory=lambda: LearnedCapacity(ForesightSpec()))
 
     def advance(self, at: float) -> None:
         for each, rate in self.rates.items():
@@ -132,7 +132,7 @@ class ReferenceTable:
         paths, held = [self.paths[each] for each in order], [self.ceilings[each] for each in order]
         self.rates = dict(zip(order, max_min_rates(paths, [1.0] * len(order), capacity, held), strict=True))
 
-    def crowd(self, link: int) -> int:
+    def flows_per_link(self, link: int) -> int:
         return sum(link in path for path in self.paths.values())
 
     def ceiling(self, source: int, target: int) -> float:
@@ -150,7 +150,7 @@ class ReferenceTable:
                 limits.append(float(links.tier_bytes_per_s[tier]) * (1 - self.congestion[tier]))
                 continue
             hashed_onto = [k for k in cables if links.cables[k] > 1]
-            rivals = sum(h * self.crowd(k) / int(links.cables[k]) for k in hashed_onto)
+            rivals = sum(h * self.flows_per_link(k) / int(links.cables[k]) for k in hashed_onto)
             siblings = sum((h - 1) / int(links.cables[k]) for k in hashed_onto)
             least = min(float(links.cable_bytes_per_s[k]) * (1 - self.congestion[links.link_tier[k]]) for k in cables)
             both = rivals + siblings
@@ -228,9 +228,9 @@ def test_the_transfer_table_equals_a_simple_reference(
 
 def check_capacities(table: InFlight) -> None:
     """The capacities that a decision reads are those of the flow model."""
-    sight = table.sight(table.now, 0, np.arange(N))
-    links = len(sight.capacity_bytes_per_s)
-    assert sight.capacity_bytes_per_s.tolist() == sight.state.link[:links, CAPACITY].tolist()
+    network_view = table.network_view(table.now, 0, np.arange(N))
+    links = len(network_view.capacity_bytes_per_s)
+    assert network_view.capacity_bytes_per_s.tolist() == network_view.state.link[:links, CAPACITY].tolist()
 
 
 @given(st.integers(0, 9), st.booleans())
@@ -240,7 +240,7 @@ def test_a_table_that_takes_over_has_the_capacities_of_the_one_before(tenths: in
     before.congested(1.0, np.array([0.0, 0.0, 0.05, 0.1, 0.02]) * tenths)
     after.take_over(before, np.arange(len(links.capacity_bytes_per_s)))
     check_capacities(after)
-    left, expected = (table.sight(1.0, 0, np.arange(N)).capacity_bytes_per_s for table in (after, before))
+    left, expected = (table.network_view(1.0, 0, np.arange(N)).capacity_bytes_per_s for table in (after, before))
     assert left.tolist() == expected.tolist()
 
 
@@ -285,7 +285,7 @@ def costs_of(links: LinkModel, source: int) -> NetworkCosts:
 
 def choice_of(table: InFlight, source: int, pool: Candidates, starts_s: float = 0.0, **spec: float) -> Choice | Reject:
     """Choose with all instances as candidates, in the table's order."""
-    policy = Foresight(ForesightSpec(**spec), table.sight(table.now, source, ALL, starts_s))  # type: ignore[arg-type]
+    policy = Foresight(ForesightSpec(**spec), table.network_view(table.now, source, ALL, starts_s))  # type: ignore[arg-type]
     return policy.choose(REQUEST, pool, costs_of(table.links, source), 0)
 
 
@@ -306,7 +306,7 @@ def test_the_what_if_is_the_fluid_model(
     paths, held = [slow.paths[k] for k in order], [slow.ceilings[k] for k in order]
     left, starts = [slow.left[k] for k in order], [0.0] * len(order)
     base = fill_to_the_end(paths, [1.0] * len(order), capacity, left, starts, held)
-    for index in np.flatnonzero(choice.terms.parts["played"]).tolist():
+    for index in np.flatnonzero(choice.terms.parts["simulated"]).tolist():
         kv_bytes, path = float(pool.kv_bytes[index]), path_of(table.links, source, index)
         if not path or not kv_bytes:
             continue
@@ -351,11 +351,11 @@ def test_the_choice_follows_its_terms(
     whole = np.sum([parts[name] for name in summed if name in parts], axis=0)
     if pool.prompts_s is not None:
         assert parts["prompts_s"].tolist() == np.maximum(pool.prompts_s - parts["transfer_s"], 0.0).tolist()
-    sure = parts["played"] == 1 if width else np.ones(N, dtype=np.bool_)
+    sure = parts["simulated"] == 1 if width else np.ones(N, dtype=np.bool_)
     assert cost[sure] == pytest.approx(whole[sure], rel=1e-12)
     assert (cost >= whole * (1 - 1e-12)).all()
-    assert int(parts["played"].sum()) <= width
-    assert not width or parts["played"][choice.index] == 1
+    assert int(parts["simulated"].sum()) <= width
+    assert not width or parts["simulated"][choice.index] == 1
     assert parts["tier"].tolist() == table.links.tier[source].tolist()
     nic = (table.links.tier[source] > 0) * pool.kv_bytes / NIC
     assert (parts["transfer_s"] >= nic * (1 - 1e-9)).all()
@@ -399,8 +399,8 @@ def test_without_network_bottlenecks_foresight_chooses_as_cla(
     flat: TierArray = np.full((N, N), 3, dtype=np.int8)
     links = LinkModel.of_tiers(flat, np.full(5, 1e10))
     costs = costs_of(links, source)
-    sight = InFlight(links).sight(0.0, source, ALL, starts_s) if sighted else None
-    mine = Foresight(ForesightSpec(width=width), sight).choose(REQUEST, pool, costs, 0)
+    network_view = InFlight(links).network_view(0.0, source, ALL, starts_s) if sighted else None
+    mine = Foresight(ForesightSpec(width=width), network_view).choose(REQUEST, pool, costs, 0)
     cla = CacheAndLoadAware().choose(REQUEST, pool, costs, 0)
     if isinstance(cla, Choice):
         assert isinstance(mine, Choice)
@@ -438,7 +438,7 @@ def test_with_an_unbounded_network_load_decides(
     table = InFlight(fabric(uplinks=len(in_flight_state[0].links.cables) > 2 * N, scale=1e12))
     for each, kv_bytes in in_flight_state[1].size.items():
         table.started(0.0, each, each % N, (5 * each + 7) % N, kv_bytes)
-    policy = Foresight(ForesightSpec(width=width), table.sight(0.0, source, ALL))
+    policy = Foresight(ForesightSpec(width=width), table.network_view(0.0, source, ALL))
     flat = replace(costs_of(table.links, source), latency_s=np.zeros(5))
     choice, load = policy.choose(REQUEST, pool, flat, 0), pool.batch + pool.queued
     if isinstance(choice, Choice):
@@ -473,12 +473,12 @@ ends = st.lists(st.tuples(st.sampled_from([1, 2, 3, 4]), st.floats(1e-3, 1e3), s
 @given(ends)
 def test_learned_factors_stay_within_their_bounds(transfers: list[tuple[int, float, float]]) -> None:
     """The factor is also between 1 and the ratios of the transfers, and correct predictions do not change it."""
-    learned = Learned(ForesightSpec())
+    learned = LearnedCapacity(ForesightSpec())
     for tier, ratio, limited in transfers:
         learned.ended(tier, 1e9 * ratio, 1e9, 1e9 * limited)
         assert ((learned.factor >= 0.05) & (learned.factor <= 8.0)).all()
     assert learned.factor[0] == 1
-    true = Learned(ForesightSpec())
+    true = LearnedCapacity(ForesightSpec())
     for tier, _, limited in transfers:
         true.ended(tier, 1e9, 1e9, 1e9 * limited)
     assert true.factor.tolist() == [1.0] * 5
@@ -500,7 +500,7 @@ def test_reading_learned_values_changes_nothing(
 ) -> None:
     """A reader sees the values that a decision would use, to the last digit, with the number of transfers used and
     their age."""
-    watched, alone, at = Learned(ForesightSpec()), Learned(ForesightSpec()), 0.0
+    watched, alone, at = LearnedCapacity(ForesightSpec()), LearnedCapacity(ForesightSpec()), 0.0
     last: dict[int, list[float]] = {1: [], 2: [], 3: [], 4: []}
     for step_s, tier, ratio, limited, reads, ahead_s in observations:
         at += step_s
@@ -535,7 +535,7 @@ def test_a_single_transfer_has_the_rate_that_a_decision_expects(
     for tier, ratio, limited in transfers:
         idle.learned.ended(tier, 1e9 * ratio, 1e9, 1e9 * limited)
     factor = idle.learned.factor.copy()
-    rates = [idle.alone_bytes_per_s(source, target, congestion, factor) for target in range(N)]
+    rates = [idle.uncontended_bytes_per_s(source, target, congestion, factor) for target in range(N)]
     idle.congested(0.0, congestion)
     choice = choice_of(idle, source, pool, width=2)
     if isinstance(choice, Choice):
@@ -570,12 +570,13 @@ def test_the_pair_is_the_cheapest_of_those_simulated(
     nothing = np.zeros(3, dtype=np.int64)
     prefill = PrefillCandidates(("p0", "p1", "p2"), np.array(start_s), nothing, np.zeros(3), None)
     paths = [
-        JointPath(pool, costs_of(table.links, each), table.sight(table.now, each, ALL, start_s[each]))
+        JointPath(pool, costs_of(table.links, each), table.network_view(table.now, each, ALL, start_s[each]))
         for each, pool in enumerate(pools)
     ]
     pair = ForesightJoint(spec).choose(REQUEST, prefill, paths.__getitem__, 0)
     choices = [
-        Foresight(spec, path.sight, at_arrival=True).choose(REQUEST, path.candidates, path.costs, 0) for path in paths
+        Foresight(spec, path.network_view, at_arrival=True).choose(REQUEST, path.candidates, path.costs, 0)
+        for path in paths
     ]
     paid = [
         (start_s[each] + float(choice.terms.cost[choice.index]), each)

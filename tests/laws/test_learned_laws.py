@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvroute.oracle import NetworkOracle, OracleSettings, effective_bytes_per_s
+from kvroute.oracle import NetworkOracle, OracleSpec, effective_bytes_per_s
 from kvroute.policies import decode_policy
 from kvroute.types import Candidates, Choice, FloatArray, InputError, IntArray, Request, TierArray
 
@@ -25,7 +25,7 @@ FACTORS = st.floats(0.02, 3.5)
 
 
 def oracle(**settings: float) -> NetworkOracle:
-    return NetworkOracle(TIER, BYTES_PER_S, LATENCY_S, OracleSettings(self_measured=True, **settings))  # type: ignore[arg-type]
+    return NetworkOracle(TIER, BYTES_PER_S, LATENCY_S, OracleSpec(self_measured=True, **settings))  # type: ignore[arg-type]
 
 
 def idle_bandwidth(network: NetworkOracle, source: int, at: float = 0.0) -> FloatArray:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from kvroute.control import ControlSpec
 from kvroute.sim.agenda import Agenda
 from kvroute.sim.groups.lock_step import DecodeRanks
-from kvroute.sim.instances import DecodeInstance, Step
+from kvroute.sim.instances import DecodeInstance, DecodeStep
 from kvroute.sim.metrics import FINISHED
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.timing import IterationTime
 from kvroute.topology import Cluster, parse
@@ -58,7 +58,7 @@ def trace(sizes: Sequence[tuple[int, int]], gap_s: float = 0.0) -> Trace:
 
 
 def play(made: Trace, *, lock_step: bool, prefill: int = 2, tokens: int = 4096) -> Run:
-    chosen = SimSettings(lock_step=lock_step, lock_step_tokens=tokens, decode_cache=False)
+    chosen = SimSpec(lock_step=lock_step, lock_step_tokens=tokens, decode_cache=False)
     return simulate(cluster(prefill), made, SPEC, chosen)
 
 
@@ -97,7 +97,7 @@ def decoded(loads: Sequence[Sequence[tuple[int, int]]], *, lock_step: bool) -> d
     time = IterationTime.of(DecodeSpec(base_s=10e-3, per_request_s=1e-3, per_context_token_s=1e-6))
     instances = {index: DecodeInstance(index, time, BATCH_MAX) for index in range(len(loads))}
 
-    def boundary(index: int) -> tuple[Step, float | None]:
+    def boundary(index: int) -> tuple[DecodeStep, float | None]:
         step, wake_s = instances[index].step(agenda.now)
         finished.update(dict.fromkeys(step.finished, agenda.now))
         return step, wake_s
@@ -179,7 +179,7 @@ def test_servers_of_one_expert_group_step_together() -> None:
     apart = "".join(f'  - {{name: d{n}, role: decode, gpus: "node1:{2 * n}-{2 * n + 1}", dp: 2}}\n' for n in (0, 1))
     one = apart.replace("dp: 2}", "dp: 2, ep_group: d}")
     made = trace([(2_000, 40), (100, 40), (100, 40), (100, 40)])
-    settings = SimSettings(lock_step=True, decode_cache=False)
+    settings = SimSpec(lock_step=True, decode_cache=False)
     ends = [
         simulate(parse(text.replace(line, instances)), made, SPEC, settings).outcomes.finished_s.tolist()
         for instances in (line, one, apart)
@@ -216,15 +216,15 @@ def test_the_same_arguments_give_the_same_run() -> None:
 def test_what_is_not_modelled_is_one_sentence(change: tuple[str, str], settings: dict[str, str], what: str) -> None:
     text = TEXT.replace("PREFILL", "1").replace("COUNT", "2").replace(*change)
     with pytest.raises(InputError, match=what):
-        simulate(parse(text), trace([(10, 2)]), SPEC, SimSettings(lock_step=True, **settings))  # type: ignore[arg-type]
+        simulate(parse(text), trace([(10, 2)]), SPEC, SimSpec(lock_step=True, **settings))  # type: ignore[arg-type]
 
 
 def test_requests_served_alone_are_refused_in_lock_step() -> None:
     """The default of `foresight-joint` allows them."""
     cluster = parse(TEXT.replace("PREFILL", "1").replace("COUNT", "2"))
-    joint = ControlSpec(decode="foresight-joint")
-    with pytest.raises(InputError, match="set its parameter `alone` to 0"):
-        simulate(cluster, trace([(10, 2)]), joint, SimSettings(lock_step=True))
-    pairs = msgspec.structs.replace(joint, parameters={"alone": 0})
-    run = simulate(cluster, trace([(10, 2)]), pairs, SimSettings(lock_step=True))
+    default = ControlSpec(decode="foresight-joint")
+    with pytest.raises(InputError, match="set its parameter `aggregated` to 0"):
+        simulate(cluster, trace([(10, 2)]), default, SimSpec(lock_step=True))
+    pairs = msgspec.structs.replace(default, parameters={"aggregated": 0})
+    run = simulate(cluster, trace([(10, 2)]), pairs, SimSpec(lock_step=True))
     assert (run.outcomes.state == FINISHED).all()

@@ -12,9 +12,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.control.offload.allocation import Allocation, Capacity, Review
+from kvroute.control.offload.allocation import Allocation, Review, SiteCapacity
 from kvroute.control.offload.threshold import Scarcity, Threshold
-from kvroute.control.state.traffic import Tally, Traffic
+from kvroute.control.state.traffic import Tally, TrafficLengths
 from kvroute.policies.fleet.offload import HOME, OffloadSpec, SiteCandidates, choose_site, longest
 from kvroute.policies.fleet.role_switch import STAGES, Home, LongTerm, Stage, StageLoad, judge
 from kvroute.policies.fleet.short_term import ShortTerm
@@ -313,7 +313,7 @@ events = st.lists(
 @given(events)
 def test_traffic_statistics_equal_those_of_a_list(steps: list[tuple[float, int, int]]) -> None:
     """The window of 16 s has slots of 2 s: whole slots are dropped; the shares at every threshold are exact."""
-    traffic, at = Traffic(16.0), 0.0
+    traffic, at = TrafficLengths(16.0), 0.0
     seen: list[tuple[float, int, int]] = []
     for wait_s, tokens, output in steps:
         at += wait_s
@@ -360,7 +360,7 @@ def test_a_tally_equals_the_sum_of_a_list(steps: list[tuple[float, int, float]])
 @given(events)
 def test_the_busiest_part_of_the_window_is_found(steps: list[tuple[float, int, int]]) -> None:
     """The arrivals of each completed part of 2 s, and of the last one with the present one; the longest output."""
-    traffic, at = Traffic(16.0), 0.0
+    traffic, at = TrafficLengths(16.0), 0.0
     seen: list[tuple[float, int]] = []
     for wait_s, tokens, output in steps:
         at += wait_s
@@ -385,7 +385,7 @@ def linear(base_s: float, per_token_s: float) -> Callable[[FloatArray], FloatArr
 
 
 @st.composite
-def capacities(draw: st.DrawFn) -> Capacity:
+def capacities(draw: st.DrawFn) -> SiteCapacity:
     """Draw one or two homes and up to two PrfaaS sites."""
     homes = []
     for letter in draw(st.sampled_from(["a", "ab"])):
@@ -404,7 +404,7 @@ def capacities(draw: st.DrawFn) -> Capacity:
         PrfaasCluster(draw(st.integers(1, 8)), linear(0.1, 2e-5), draw(st.floats(1e7, 1e10)))
         for _ in range(draw(st.integers(0, 2)))
     )
-    return Capacity(linear(2e8, 2e4), prfaas, tuple(homes))
+    return SiteCapacity(linear(2e8, 2e4), prfaas, tuple(homes))
 
 
 lengths = st.lists(st.sampled_from([100, 2_000, 9_000, 30_000, 120_000]), min_size=1, max_size=12)
@@ -421,7 +421,7 @@ def observed(spec: LongTerm, tokens: list[int]) -> Allocation:
     return allocation
 
 
-def applied(capacity: Capacity, review: Review) -> Capacity:
+def applied(capacity: SiteCapacity, review: Review) -> SiteCapacity:
     """Return the capacity after the role switches are complete."""
     moved = {switch.instance for switch in review.role_switches}
     homes = []
@@ -435,7 +435,7 @@ def applied(capacity: Capacity, review: Review) -> Capacity:
 
 @given(capacities(), lengths, st.integers(1, 3), st.floats(0.001, 0.5))
 def test_role_switches_end_near_the_best_split(
-    capacity: Capacity, tokens: list[int], at_once: int, gain_min: float
+    capacity: SiteCapacity, tokens: list[int], at_once: int, gain_min: float
 ) -> None:
     """Traffic is constant, every role has a queue and there is nothing to lose: each review proposes at most `at_once`
     existing instances in the given order. Soon there is none and never again; the gain that remains is less than
@@ -465,7 +465,7 @@ def test_role_switches_end_near_the_best_split(
 
 
 @given(capacities(), lengths, st.sampled_from(["exact", "representative"]))
-def test_a_review_finds_the_optimum_of_the_model(capacity: Capacity, tokens: list[int], reading: Reading) -> None:
+def test_a_review_finds_the_optimum_of_the_model(capacity: SiteCapacity, tokens: list[int], reading: Reading) -> None:
     """The best split is that of the full grid over the true lengths; the threshold is the best one of the present
     split."""
     spec = LongTerm(requests_min=1, prefill_min=0, decode_min=0, reading=reading)
@@ -493,7 +493,12 @@ loads = st.builds(StageLoad, st.floats(0, 1), queues_s)
 
 @given(capacities(), lengths, loads, loads, st.booleans(), st.integers(0, 1))
 def test_only_a_busy_role_grows(
-    capacity: Capacity, tokens: list[int], prefill: StageLoad, decode: StageLoad, role_switches: bool, switching: int
+    capacity: SiteCapacity,
+    tokens: list[int],
+    prefill: StageLoad,
+    decode: StageLoad,
+    role_switches: bool,
+    switching: int,
 ) -> None:
     """No role switch starts while another one is in progress or if they are disabled."""
     spec = LongTerm(requests_min=1, role_switches=role_switches)

@@ -11,7 +11,7 @@ import pytest
 from kvroute.control import ControlSpec
 from kvroute.sim.metrics import FINISHED
 from kvroute.sim.run import simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import read
 from kvroute.topology import load
 
@@ -26,7 +26,7 @@ def test_all_12031_requests_are_answered_and_nothing_is_lost() -> None:
     """On four prefill and twelve decode instances with shared links, all requests finish and every byte is accounted
     for."""
     cluster = load(ROOT / "examples" / "fat-tree-64gpu.yaml")
-    run = simulate(cluster, read(TRACE), ControlSpec(decode="netkv"), SimSettings())
+    run = simulate(cluster, read(TRACE), ControlSpec(decode="netkv"), SimSpec())
     counts, rows = run.summary.requests, run.outcomes
     assert (counts.arrived, counts.finished, counts.rejected, counts.in_flight) == (12_031, 12_031, 0, 0)
     assert (rows.state == FINISHED).all()

@@ -18,7 +18,7 @@ from kvroute.control.log import EventLog, read_log
 from kvroute.policies import DECODE_POLICIES, PREFILL_POLICIES
 from kvroute.sim.metrics import FINISHED, IN_FLIGHT, NOT_ARRIVED, REJECTED
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import Background, SimSettings
+from kvroute.sim.settings import Background, SimSpec
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import Cluster, parse
 from kvroute.types import TIER_COUNT
@@ -97,7 +97,7 @@ specs = st.builds(
     prefill_cache=st.booleans(),
 )
 assumptions = st.builds(
-    SimSettings,
+    SimSpec,
     prefill_queueing=st.booleans(),
     decode_cache=st.booleans(),
     background=st.sampled_from(
@@ -113,7 +113,7 @@ many = settings(max_examples=40, deadline=None, suppress_health_check=[HealthChe
 @many
 @given(clusters, traces(), specs, assumptions, st.integers(0, 5))
 def test_every_request_ends_exactly_once(
-    cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings, seed: int
+    cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSpec, seed: int
 ) -> None:
     """Each one is finished, rejected or in flight; a run to the end leaves nothing in flight."""
     run = simulate(cluster, trace, spec, assumed, seed=seed)
@@ -132,7 +132,7 @@ def test_every_request_ends_exactly_once(
 @many
 @given(clusters, traces(), specs, assumptions)
 def test_times_are_in_order_and_parts_add_up(
-    cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings
+    cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSpec
 ) -> None:
     """Arrival <= prefill start <= prefill end <= transfer end <= admission < first token <= finish. A request that
     stays on its prefill instance has its first token when the prompt ends, and may wait for a slot after that."""
@@ -150,7 +150,7 @@ def test_times_are_in_order_and_parts_add_up(
 
 @many
 @given(clusters, traces(), specs, assumptions)
-def test_bytes_sent_are_bytes_received(cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings) -> None:
+def test_bytes_sent_are_bytes_received(cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSpec) -> None:
     """The network carried each transfer over each of its hops exactly once."""
     run = simulate(cluster, trace, spec, msgspec.structs.replace(assumed, until_s=None), seed=2)
     rows = run.outcomes
@@ -176,7 +176,7 @@ def test_bytes_sent_are_bytes_received(cluster: Cluster, trace: Trace, spec: Con
 @many
 @given(clusters, traces(), specs, assumptions)
 def test_batches_and_memory_stay_within_limits(
-    cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings
+    cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSpec
 ) -> None:
     """An instance never decodes more than batch_max requests and never holds more KV than it has memory for."""
     rows = simulate(cluster, trace, spec, assumed, seed=3).outcomes
@@ -196,7 +196,7 @@ def test_a_request_that_stays_on_a_busy_prefill_instance_waits_for_a_slot() -> N
     """The end of its prompt gives the first token. It is admitted when a slot is free, as the batch limit demands."""
     requests = tuple(TracedRequest(0.1 * (number // 4), 3_000, 50, (), 512) for number in range(12))
     run = simulate(
-        cluster(batch_max=1), Trace("stay", requests), ControlSpec(decode="foresight-joint"), SimSettings(), seed=3
+        cluster(batch_max=1), Trace("stay", requests), ControlSpec(decode="foresight-joint"), SimSpec(), seed=3
     )
     rows = run.outcomes
     assert ((rows.source == rows.target) & (rows.admitted_s > rows.first_token_s)).any()
@@ -219,7 +219,7 @@ def _most_at_once(begin_s: np.ndarray, end_s: np.ndarray, amount: np.ndarray) ->
 @many
 @given(clusters, traces(), specs, assumptions, st.integers(0, 3))
 def test_the_same_seed_gives_the_same_log_and_it_replays(
-    cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings, seed: int
+    cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSpec, seed: int
 ) -> None:
     """Two runs write the same bytes; a new core with the log's events makes the same decisions."""
     with tempfile.TemporaryDirectory() as folder:
@@ -236,7 +236,7 @@ def test_the_same_seed_gives_the_same_log_and_it_replays(
 @many
 @given(clusters, traces(), specs, assumptions)
 def test_the_routers_view_of_caches_is_correct(
-    cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings
+    cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSpec
 ) -> None:
     """Every cached prefix that a decision relied on was there: no transfer was smaller than what the target lacked."""
     rows = simulate(cluster, trace, spec, msgspec.structs.replace(assumed, until_s=None), seed=4).outcomes
@@ -249,7 +249,7 @@ def test_the_routers_view_of_caches_is_correct(
 
 def test_an_empty_trace_gives_an_empty_run() -> None:
     """There are no requests, no times and no NaN in the output."""
-    run = simulate(cluster(), Trace(name="empty", requests=()), ControlSpec(), SimSettings())
+    run = simulate(cluster(), Trace(name="empty", requests=()), ControlSpec(), SimSpec())
     assert run.summary.requests.arrived == 0
     assert run.summary.ttft_s.mean is None
     assert "NaN" not in json.dumps(msgspec.to_builtins(run.summary))
@@ -264,7 +264,7 @@ def test_ttft_of_a_lone_request_by_hand() -> None:
     text_cluster = cluster(ecmp="transfer")
     spec = ControlSpec(decode="round-robin", prefill="round-robin", constraint="")
     trace = Trace(name="one", requests=tuple(_one(at_s=100.0 * k) for k in range(3)))
-    run: Run = simulate(text_cluster, trace, spec, SimSettings())
+    run: Run = simulate(text_cluster, trace, spec, SimSpec())
     rows = run.outcomes
     third = 2  # turn 2: prefill p0 in rack0, decode d2 in pod1
     assert [text_cluster.instances[i].name for i in (rows.source[third], rows.target[third])] == ["p0", "d2"]
@@ -277,8 +277,8 @@ def test_more_bandwidth_never_slows_a_single_transfer() -> None:
     """On a cluster with faster uplinks, the transfer of the same request ends no later."""
     trace = Trace(name="one", requests=(_one(tokens=20_000),))
     spec = ControlSpec(decode="round-robin", prefill="round-robin")
-    slow = simulate(parse(_text("25 Gbps")), trace, spec, SimSettings())
-    fast = simulate(parse(_text("50 Gbps")), trace, spec, SimSettings())
+    slow = simulate(parse(_text("25 Gbps")), trace, spec, SimSpec())
+    fast = simulate(parse(_text("50 Gbps")), trace, spec, SimSpec())
     assert fast.outcomes.landed_s[0] <= slow.outcomes.landed_s[0]
 
 
@@ -293,7 +293,7 @@ def test_a_prompt_too_large_for_memory_is_rejected_with_the_reason(tmp_path: Pat
     spec = ControlSpec()
     with EventLog(path, LogHeader(cluster="", spec=spec)) as log:
         run = simulate(
-            cluster(memory="2 GB"), Trace(name="big", requests=(_one(tokens=20_000),)), spec, SimSettings(), log=log
+            cluster(memory="2 GB"), Trace(name="big", requests=(_one(tokens=20_000),)), spec, SimSpec(), log=log
         )
     assert run.summary.requests.rejected == 1
     assert "room for the KV cache" in path.read_text()

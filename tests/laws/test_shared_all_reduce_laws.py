@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvroute_engine.agent.schemes import Scheme
 
 from kvroute.collectives import (
     Aggregation,
@@ -29,10 +28,11 @@ from kvroute.flows import FlowNetwork
 from kvroute.policies import NO_BOUND
 from kvroute.sim.metrics import FINISHED
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import SimSettings, Telemetry, TransferMode
+from kvroute.sim.settings import SimSpec, Telemetry, TransferMode
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import Cluster, parse
 from kvroute.types import SAME_RACK, CongestionMeasured, FloatArray, LinksMeasured
+from kvroute_engine.agent.schemes import Scheme
 
 PER_ITERATION, TOKEN_BYTES = 128, 18e3
 BASE_S, PER_REQUEST_S = 40.3457e-3, 0.9013e-3
@@ -157,7 +157,7 @@ def equal(shared: Run, alone: Run) -> None:
         np.testing.assert_allclose(here, there, rtol=1e-9, atol=1e-12, err_msg=field.name)
 
 
-def run(shape: Shape, trace: Trace, assumed: SimSettings, *, reduces: bool = True) -> Run:
+def run(shape: Shape, trace: Trace, assumed: SimSpec, *, reduces: bool = True) -> Run:
     return simulate(cluster(shape, reduces=reduces), trace, ControlSpec(decode="foresight"), assumed, seed=1)
 
 
@@ -167,7 +167,7 @@ def test_prefill_without_other_traffic_takes_the_time_of_the_timing_model(
     shape: Shape, trace: Trace, slice_s: float, queueing: bool
 ) -> None:
     """Stages of a pipeline have servers of their own, so they do not disturb each other; any number of slices."""
-    assumed = SimSettings(all_reduce_slice_s=slice_s, prefill_queueing=queueing)
+    assumed = SimSpec(all_reduce_slice_s=slice_s, prefill_queueing=queueing)
     if not queueing:  # several prompts in one stage share its links
         trace = Trace("one", trace.requests[:1])
     equal(run(shape, trace, assumed), run(shape, trace, assumed, reduces=False))
@@ -179,7 +179,7 @@ def test_decode_without_other_traffic_takes_the_time_of_the_timing_model(
     shape: Shape, trace: Trace, slice_s: float
 ) -> None:
     """Joins and leaves at iteration boundaries included; the KV cache of all but the first request is there already."""
-    assumed = SimSettings(all_reduce_slice_s=slice_s)
+    assumed = SimSpec(all_reduce_slice_s=slice_s)
     shared = run(shape, trace, assumed)
     equal(shared, run(shape, trace, assumed, reduces=False))
     assert shared.outcomes.kv_bytes[1:].sum() == 0.0
@@ -207,8 +207,8 @@ instances:
     known, plain = parse(text.replace("REDUCE", reduce)), parse(text.replace(", all_reduce: REDUCE", ""))
     (traffic,) = instance_traffic(known).values()
     assert [bool(stage.flows) for stage in traffic.stages] == [True, False]
-    shared = simulate(known, trace, ControlSpec(decode="foresight"), SimSettings(), seed=1)
-    equal(shared, simulate(plain, trace, ControlSpec(decode="foresight"), SimSettings(), seed=1))
+    shared = simulate(known, trace, ControlSpec(decode="foresight"), SimSpec(), seed=1)
+    equal(shared, simulate(plain, trace, ControlSpec(decode="foresight"), SimSpec(), seed=1))
     assert shared.summary.all_reduces["prefill"].iterations == 6
     reduced = 3 * 500 * sum(float(stage.link_bytes.sum()) for stage in traffic.stages)
     assert shared.summary.all_reduces["prefill"].network_bytes == pytest.approx(reduced)
@@ -235,7 +235,7 @@ def test_every_link_carries_the_bytes_of_the_schemes_and_of_the_transfers(
 ) -> None:
     """A prompt's tokens cross its stages once, an output token each decode stage; contention changes no byte."""
     shape = replace(shape, together=together)
-    assumed = SimSettings(all_reduce_slice_s=slice_s)
+    assumed = SimSpec(all_reduce_slice_s=slice_s)
     shared, alone = run(shape, trace, assumed), run(shape, trace, assumed, reduces=False)
     assert (shared.outcomes.state == FINISHED).all()
     inputs, outputs = float(shared.outcomes.input_tokens.sum()), float(shared.outcomes.output_tokens.sum())
@@ -256,7 +256,7 @@ def test_requests_that_one_instance_serves_reduce_their_tokens_there(
     shape = replace(shape, together=together)
     known = cluster(shape)
     spec = ControlSpec(decode="foresight-joint", parameters={"token_delay_max": NO_BOUND})
-    found = simulate(known, trace, spec, SimSettings(all_reduce_slice_s=slice_s), seed=1)
+    found = simulate(known, trace, spec, SimSpec(all_reduce_slice_s=slice_s), seed=1)
     rows = found.outcomes
     assert (rows.state == FINISHED).all()
     per_token = [token_bytes_by_link(shape, instance.role) for instance in known.instances]
@@ -278,7 +278,7 @@ def test_other_traffic_never_makes_an_iteration_shorter(
 ) -> None:
     """A prompt takes at least its time by the timing model; a batch of at least one request, too."""
     shape = replace(shape, together=together, early=True)
-    assumed = SimSettings(all_reduce_slice_s=slice_s, transfer=transfer)
+    assumed = SimSpec(all_reduce_slice_s=slice_s, transfer=transfer)
     rows = (found := run(shape, trace, assumed)).outcomes
     idle_s = PREFILL_BASE_S + PREFILL_TOKEN_S * rows.input_tokens
     assert (rows.prefill_finished_s - rows.prefill_started_s >= idle_s * (1 - 1e-12)).all()
@@ -300,7 +300,7 @@ def test_the_same_seed_gives_the_same_log(shape: Shape, trace: Trace, slice_s: f
         with TemporaryDirectory() as folder:
             path, spec = Path(folder) / "run.log", ControlSpec(decode="foresight")
             with EventLog(path, LogHeader(cluster="", spec=spec)) as log:
-                simulate(cluster(shape), trace, spec, SimSettings(all_reduce_slice_s=slice_s), seed=1, log=log)
+                simulate(cluster(shape), trace, spec, SimSpec(all_reduce_slice_s=slice_s), seed=1, log=log)
             logs.append(path.read_bytes())
     assert logs[0] == logs[1]
 
@@ -312,7 +312,7 @@ def test_more_bandwidth_never_makes_a_lonely_request_slower(
 ) -> None:
     """The timing model includes all-reduces on the idle network of its cluster, so only the transfer gets faster."""
     trace = Trace("one", (TracedRequest(0.0, tokens, output, (), 512),))
-    slow, fast = (run(replace(shape, gbps=gbps), trace, SimSettings(all_reduce_slice_s=slice_s)) for gbps in (100, 400))
+    slow, fast = (run(replace(shape, gbps=gbps), trace, SimSpec(all_reduce_slice_s=slice_s)) for gbps in (100, 400))
     assert fast.end_s <= slow.end_s * (1 + 1e-9)
     assert fast.outcomes.ttft_s[0] <= slow.outcomes.ttft_s[0] * (1 + 1e-9)
 
@@ -326,7 +326,7 @@ def test_a_layerwise_transfer_lands_after_its_prefill_and_before_a_serial_one(
     shape = replace(shape, early=True, together=together)
     trace = Trace("one", (TracedRequest(0.0, tokens, 2, (), 512),))
     serial, streamed = (
-        run(shape, trace, SimSettings(all_reduce_slice_s=slice_s, transfer=transfer)).outcomes for transfer in MODES
+        run(shape, trace, SimSpec(all_reduce_slice_s=slice_s, transfer=transfer)).outcomes for transfer in MODES
     )
     assert streamed.prefill_finished_s[0] >= serial.prefill_finished_s[0] * (1 - 1e-12)
     flows = shape.tp * max(shape.prefill_stages, shape.decode_stages)
@@ -350,8 +350,8 @@ LATE = TracedRequest(0.1, 15_000, 2, (), 512)
 def test_a_transfer_and_a_decoding_group_slow_each_other() -> None:
     """40 requests decode when the KV cache of a long prompt arrives over the same NICs."""
     both = Trace("both", (*DECODING, LATE))
-    shared, alone = run(BUSY, both, SimSettings()), run(BUSY, both, SimSettings(), reduces=False)
-    quiet = run(BUSY, Trace("decoding", DECODING), SimSettings())
+    shared, alone = run(BUSY, both, SimSpec()), run(BUSY, both, SimSpec(), reduces=False)
+    quiet = run(BUSY, Trace("decoding", DECODING), SimSpec())
     transfer_s = shared.outcomes.landed_s - shared.outcomes.prefill_finished_s
     alone_s = alone.outcomes.landed_s - alone.outcomes.prefill_finished_s
     assert transfer_s[-1] > 1.05 * alone_s[-1]
@@ -370,7 +370,7 @@ def test_telemetry_counts_all_reduces_as_other_traffic(telemetry: Telemetry, tmp
     """The router receives their mean rate since the last refresh: over all refreshes, the bytes of all slices."""
     known, spec, path = cluster(BUSY), ControlSpec(decode="foresight"), tmp_path / "run.log"
     with EventLog(path, LogHeader(cluster="", spec=spec)) as log:
-        found = simulate(known, Trace("decoding", DECODING), spec, SimSettings(telemetry=telemetry), seed=1, log=log)
+        found = simulate(known, Trace("decoding", DECODING), spec, SimSpec(telemetry=telemetry), seed=1, log=log)
     events = [record.event for record in read_log(path)[1]]
     shares = [event for event in events if isinstance(event, CongestionMeasured | LinksMeasured)]
     nics = np.array(known.links_of_tier(SAME_RACK))
@@ -389,7 +389,7 @@ def test_telemetry_counts_all_reduces_as_other_traffic(telemetry: Telemetry, tmp
 
 def test_a_heavier_class_of_all_reduces_is_slowed_less() -> None:
     both = Trace("both", (*DECODING, LATE))
-    light, heavy = (run(BUSY, both, SimSettings(all_reduce_weight=weight)) for weight in (1.0, 8.0))
+    light, heavy = (run(BUSY, both, SimSpec(all_reduce_weight=weight)) for weight in (1.0, 8.0))
     slowed = [found.summary.all_reduces["decode"].slowdown for found in (light, heavy)]
     assert slowed[0] is not None
     assert slowed[1] is not None
@@ -473,7 +473,7 @@ def test_single_all_reduces_agree_with_a_reference_and_the_default_is_near(per_s
     """With as many slices as all-reduces, a KV cache arrives when the reference says; the default is near."""
     shape = replace(BUSY, per_context_token_us=0.0, per_server=per_server)
     trace = Trace("both", (*DECODING, LATE))
-    fine, default = (run(shape, trace, assumed) for assumed in (SimSettings(all_reduce_slice_s=1e-6), SimSettings()))
+    fine, default = (run(shape, trace, assumed) for assumed in (SimSpec(all_reduce_slice_s=1e-6), SimSpec()))
     rows, batch = fine.outcomes, len(DECODING)
     began_s = float(rows.admitted_s[:batch].max())
     sent_s, kv_bytes = float(rows.prefill_finished_s[-1]), float(rows.kv_bytes[-1])

@@ -18,7 +18,7 @@ from kvroute.policies.fleet.offload import OffloadSpec
 from kvroute.policies.fleet.role_switch import LongTerm
 from kvroute.sim.metrics import FINISHED, REJECTED
 from kvroute.sim.run import simulate
-from kvroute.sim.settings import CapacityChange, Fluctuation, SimSettings, WanTransport
+from kvroute.sim.settings import CapacityChange, Fluctuation, SimSpec, WanTransport
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import Cluster, parse
 from kvroute.types import CROSS_DATACENTER, Decode, DecodeFailed, KvCleared, Prefill, RoleSwitched, SwitchRole
@@ -102,7 +102,7 @@ transports = st.none() | st.builds(
     WanTransport, connections=st.sampled_from([1, 3, 8]), loss=st.sampled_from([0.0, 1e-4])
 )
 assumptions = st.builds(
-    SimSettings,
+    SimSpec,
     prefill_queueing=st.booleans(),
     decode_cache=st.booleans(),
     transfer=st.sampled_from(["serial", "layerwise"]),
@@ -142,7 +142,7 @@ many = settings(max_examples=25, deadline=None, suppress_health_check=[HealthChe
 @many
 @given(clusters, traces(), specs, assumptions, st.integers(0, 3))
 def test_every_request_ends_exactly_once_under_temporary_cuts(
-    cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings, seed: int
+    cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSpec, seed: int
 ) -> None:
     """Nothing is lost, and times are in order; a replay of the log makes the same decisions."""
     with tempfile.TemporaryDirectory() as folder:
@@ -172,7 +172,7 @@ def test_every_request_ends_exactly_once_under_temporary_cuts(
 @many
 @given(clusters, traces(), specs, assumptions)
 def test_bytes_sent_are_bytes_received_or_accounted_as_failed(
-    cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings
+    cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSpec
 ) -> None:
     """The bytes of all hops add up. Copies of prefixes are counted separately, and so are the bytes of a failed
     transfer, where transfers can fail."""
@@ -192,7 +192,7 @@ def test_bytes_sent_are_bytes_received_or_accounted_as_failed(
 @many
 @given(clusters, traces(), specs, assumptions)
 def test_the_state_of_a_hybrid_model_is_transferred_whole(
-    cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings
+    cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSpec
 ) -> None:
     """The bytes of a transfer are the request-level state plus the tokens that the target lacked."""
     rows = simulate(cluster, trace, spec, assumed, seed=1).outcomes
@@ -201,7 +201,7 @@ def test_the_state_of_a_hybrid_model_is_transferred_whole(
     assert rows.kv_bytes[sent] == pytest.approx(expected)
 
 
-def _log_of(cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSettings) -> list[LogRecord]:
+def _log_of(cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSpec) -> list[LogRecord]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.log"
         with EventLog(path, LogHeader(cluster="", spec=spec)) as log:
@@ -238,7 +238,7 @@ def _check_role_switches(records: list[LogRecord], role_switch_s: float) -> int:
 @many
 @given(clusters, traces(), assumptions, st.sampled_from([0.0, 2.0]))
 def test_an_instance_is_drained_before_its_role_switch(
-    cluster: Cluster, trace: Trace, assumed: SimSettings, role_switch_s: float
+    cluster: Cluster, trace: Trace, assumed: SimSpec, role_switch_s: float
 ) -> None:
     """The work that has started on it is finished: see the first law."""
     assumed = msgspec.structs.replace(assumed, review_s=0.5, role_switch_s=role_switch_s)
@@ -252,7 +252,7 @@ def test_a_queue_of_prompts_switches_a_decode_instance_to_prefill(troubled: bool
     far = [one(30_000, at_s=0.01 * number) for number in range(4 if troubled else 0)]
     near = [one(8_000, at_s=40.0 + 0.05 * number) for number in range(100)]
     cut = (CapacityChange(at_s=0.5, link="wan", share=0.0), CapacityChange(at_s=20.0, link="wan", share=1.0))
-    assumed = SimSettings(review_s=0.5, role_switch_s=3.0, stall_s=1.0, changes=cut, telemetry="none")
+    assumed = SimSpec(review_s=0.5, role_switch_s=3.0, stall_s=1.0, changes=cut, telemetry="none")
     spec = ControlSpec(offload=msgspec.structs.replace(SWITCHING, threshold_tokens=20_000.0), decode="round-robin")
     trace = Trace(name="long", requests=(*far, *near))
     records = _log_of(sites(protocol="vllm"), trace, spec, assumed)
@@ -273,7 +273,7 @@ def one(tokens: int, answer: int = 4, at_s: float = 0.0) -> TracedRequest:
 
 
 def single_transfer(
-    trace: Trace, cluster: Cluster, assumed: SimSettings, log: EventLog | None = None
+    trace: Trace, cluster: Cluster, assumed: SimSpec, log: EventLog | None = None
 ) -> tuple[float, float, float]:
     """Return start and end of the only request's prefill, which is at the remote site, and the end of its transfer."""
     rows = simulate(cluster, trace, ControlSpec(decode="round-robin", prefill="round-robin"), assumed, log=log).outcomes
@@ -314,7 +314,7 @@ def test_the_layerwise_transfer_model_equals_layer_by_layer_transfers(
     changes = () if slower is None else (CapacityChange(at_s=slower[0], link="wan", share=slower[1]),)
     trace = Trace(name="one", requests=(one(tokens),))
     transport = WanTransport(connections=connections)
-    assumed = SimSettings(transfer="layerwise", wan=transport, changes=changes)
+    assumed = SimSpec(transfer="layerwise", wan=transport, changes=changes)
     begin_s, end_s, landed_s = single_transfer(trace, cluster, assumed)
     latency_s = cluster.latency_s(cluster.index("fast0"), cluster.index("d0"))
     by_connections = connections * transport.ceiling_bytes_per_s(latency_s)

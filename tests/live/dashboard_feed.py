@@ -33,7 +33,7 @@ from kvroute.serve.observe.view import (
     ReviewLoad,
     RoleSwitchLoad,
     SiteLoad,
-    Ttft,
+    TtftBreakdown,
 )
 from kvroute.topology import ClusterFile, InstanceCounts, build, fat_tree, two_datacenters
 from kvroute.types import (
@@ -235,7 +235,7 @@ class Feed:
         core.handle(TransferFinished(now_s, decision.request_id))
         core.handle(Admitted(now_s, decision.request_id))
         self.state.transfer_ended(decision.request_id, now_s)
-        ttft = Ttft(0.001, started_s - arrived_s, now_s - started_s, 0.0131)
+        ttft = TtftBreakdown(0.001, started_s - arrived_s, now_s - started_s, 0.0131)
         self.state.first_token(ttft, now_s, tier=decision.tier, kv_bytes=decision.kv_bytes, policy=policy)
         self.metrics.first_token("vllm", ttft, ("request_id", str(decision.request_id)))
         self._at(now_s + self._draw.uniform(2.0, 9.0), partial(self._finish, policy, decision))

@@ -21,8 +21,8 @@ from tests.serve.stub_engines import Engine, deployment, listening
 from tests.waiting import becomes_true, until
 
 from kvroute import topology
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
-from kvroute.epp.envoy_config import EnvoyOptions, envoy_config
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
+from kvroute.epp.envoy_config import EnvoySpec, envoy_config
 from kvroute.serve.lifecycle.deployment import Deployment
 
 SUBSET_HEADER = "x-test-subset"
@@ -57,7 +57,7 @@ async def running_envoy(config: Path, errors: Path) -> AsyncIterator[subprocess.
         await asyncio.to_thread(process.wait, 60)
 
 
-def check_configuration(made: Deployment, options: EnvoyOptions, folder: Path) -> None:
+def check_configuration(made: Deployment, options: EnvoySpec, folder: Path) -> None:
     """Let Envoy check the configuration of a deployment, in which no field may be deprecated."""
     file = folder / "envoy.json"
     file.write_text(json.dumps(envoy_config(made.cluster, made.settings, options, "test.yaml")))
@@ -141,7 +141,7 @@ async def envoy(
 ) -> AsyncIterator[EnvoyRig]:
     """Run an Envoy that asks the picker of `rig`."""
     port, admin = free_port(), free_port()
-    places = EnvoyOptions(f"127.0.0.1:{rig.gateway.port}", f"127.0.0.1:{port}", f"127.0.0.1:{admin}", **options)
+    places = EnvoySpec(f"127.0.0.1:{rig.gateway.port}", f"127.0.0.1:{port}", f"127.0.0.1:{admin}", **options)
     config, errors = folder / "envoy.json", folder / "envoy.log"
     config.write_text(json.dumps(change(envoy_config(made.cluster, made.settings, places, "test.yaml"))))
     running = EnvoyRig(rig, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin}", errors)
@@ -191,10 +191,10 @@ async def envoy_rig(
 
 @asynccontextmanager
 async def emulated_rig(
-    folder: Path, section: str = "", settings: EmulatedClusterSettings | None = None, **options: Any
+    folder: Path, section: str = "", settings: EmulatedClusterSpec | None = None, **options: Any
 ) -> AsyncIterator[tuple[EnvoyRig, EmulatedCluster]]:
     """Run emulated prefill and decode engines, a picker and an Envoy in front of them."""
-    async with EmulatedCluster(topology.parse(CLUSTER), settings or EmulatedClusterSettings()) as fleet:
+    async with EmulatedCluster(topology.parse(CLUSTER), settings or EmulatedClusterSpec()) as fleet:
         made = Deployment.of(CLUSTER + section, "test.yaml", endpoints=fleet.ready().instances)
         async with picking(made) as picker, envoy(picker, made, folder, **options) as rig:
             yield rig, fleet

@@ -25,7 +25,7 @@ from tests.live.services import free_port
 from tests.waiting import until
 
 from kvroute import topology
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
 from kvroute.emulator.api.server import InstanceServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -298,7 +298,7 @@ async def serving(folder: Path, front: Front | None = None) -> AsyncIterator[Rig
     try:
         config = kubeconfig(folder, api.url, {"token": "secret"})
         (folder / "cluster.yaml").write_text(CLUSTER)
-        settings = EmulatedClusterSettings(endpoints_from_file=True, kv_patience_s=_PATIENCE_S)
+        settings = EmulatedClusterSpec(endpoints_from_file=True, kv_patience_s=_PATIENCE_S)
         async with (
             ApiClient(api.url) as client,
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,

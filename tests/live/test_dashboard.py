@@ -318,13 +318,14 @@ def test_terms_of_foresight_are_shown_by_name(browser: Browser) -> None:
         browser.until(f"{PRICED} && ({PRICED}.click(), true)")
         head = browser.until(_texts("#why th"))
         assert head[3:] == [
-            "transfer", "imposed on others", "slot wait", "first step", "cost of using a slot", "pace", "played", "tier"
+            "transfer", "imposed on others", "slot wait", "first step", "cost of using a slot", "pace", "simulated",
+            "tier"
         ]  # fmt: skip
         widths = browser.run(WIDTHS)
         assert max(widths) > 0.9
         assert all(0 < width <= 1.02 for width in widths)
-        played = browser.run(_texts("#why td:nth-child(10)"))
-        assert {"yes", "no"} == set(played)
+        simulated = browser.run(_texts("#why td:nth-child(10)"))
+        assert {"yes", "no"} == set(simulated)
         assert browser.run(LEARNED_NOTE) == "from own transfers"
 
 

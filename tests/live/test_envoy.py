@@ -40,9 +40,9 @@ from tests.serve.stub_engines import (
 from tests.waiting import until
 
 from kvroute import topology
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
-from kvroute.epp.envoy_config import EnvoyOptions
-from kvroute.epp.server import PickerSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
+from kvroute.epp.envoy_config import EnvoySpec
+from kvroute.epp.server import PickerSpec
 from kvroute.serve.api.api_keys import hash_text
 from kvroute.serve.lifecycle.deployment import Deployment
 
@@ -59,7 +59,7 @@ def test_envoy_accepts_the_configuration(tmp_path: Path, fail_open: bool, buffer
     for port, name in enumerate(("prefill0", "prefill1", "decode0", "decode1"), start=1):
         text = text.replace(f"name: {name},", f"name: {name}, endpoint: {{url: 'http://10.0.0.1:{port}'}},")
     made = Deployment.of(text, "test.yaml")
-    check_configuration(made, EnvoyOptions("10.0.0.9:9002", fail_open=fail_open, buffered=buffered), tmp_path)
+    check_configuration(made, EnvoySpec("10.0.0.9:9002", fail_open=fail_open, buffered=buffered), tmp_path)
 
 
 @BODIES
@@ -322,7 +322,7 @@ def test_sidecars_of_decode_instances_order_the_prefill(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with (
-            EmulatedCluster(topology.parse(CLUSTER), EmulatedClusterSettings()) as fleet,
+            EmulatedCluster(topology.parse(CLUSTER), EmulatedClusterSpec()) as fleet,
             AsyncExitStack() as stack,
         ):
             endpoints, sidecars = dict(fleet.ready().instances), []
@@ -330,7 +330,7 @@ def test_sidecars_of_decode_instances_order_the_prefill(tmp_path: Path) -> None:
                 sidecars.append(await stack.enter_async_context(sidecar(endpoints[name].url)))
                 endpoints[name] = replace(endpoints[name], url=f"http://127.0.0.1:{sidecars[-1].port}")
             made = Deployment.of(CLUSTER, "test.yaml", endpoints=endpoints)
-            picker = await stack.enter_async_context(picking(made, PickerSettings(sidecar=True)))
+            picker = await stack.enter_async_context(picking(made, PickerSpec(sidecar=True)))
             rig = await stack.enter_async_context(envoy(picker, made, tmp_path))
             for number in range(4):
                 ask: dict[str, Any] = {"model": MODEL, "prompt": f"question {number} " * 40, "max_tokens": 8}

@@ -27,7 +27,7 @@ from tests.serve.stub_engines import (
 )
 from tests.waiting import until
 
-from kvroute.epp.envoy_config import EnvoyOptions
+from kvroute.epp.envoy_config import EnvoySpec
 from kvroute.serve.lifecycle.deployment import Deployment
 
 pytestmark = pytest.mark.live
@@ -75,7 +75,7 @@ def up_of(rig: EnvoyRig) -> Callable[[], set[str]]:
 def test_envoy_accepts_the_configuration(tmp_path: Path, fallback: tuple[str, ...], buffered: bool) -> None:
     """Without a deprecated field."""
     made = Deployment.of(DISCOVERY, "test.yaml")
-    options = EnvoyOptions("10.0.0.9:9002", fail_open=bool(fallback), buffered=buffered, fallback=fallback)
+    options = EnvoySpec("10.0.0.9:9002", fail_open=bool(fallback), buffered=buffered, fallback=fallback)
     check_configuration(made, options, tmp_path)
 
 

@@ -29,7 +29,7 @@ from tests.serve.stub_engines import (
 from tests.waiting import until
 
 from kvroute.epp.messages import DESTINATION
-from kvroute.epp.server import PickerSettings
+from kvroute.epp.server import PickerSpec
 
 pytestmark = pytest.mark.live
 BODY = {"model": MODEL, "prompt": "What is a KV cache? " * 20, "max_tokens": 3}
@@ -134,7 +134,7 @@ def test_the_headers_of_the_conformance_tests_choose_and_show_an_endpoint(tmp_pa
         engines = alone(3)
         async with listening(engines):
             made = deployment(engines)
-            async with picking(made, PickerSettings(conformance=True)) as picker, envoy(picker, made, tmp_path) as rig:
+            async with picking(made, PickerSpec(conformance=True)) as picker, envoy(picker, made, tmp_path) as rig:
                 wanted = address(engines[2])
                 response = await rig.post(BODY, headers={"test-epp-endpoint-selection": wanted})
                 assert response.status == 200

@@ -13,9 +13,9 @@ from tests.serve.rig import COMPLETIONS, MODEL, GatewayResponse
 from tests.serve.stub_engines import run
 from tests.waiting import until
 
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
 from kvroute.emulator.generation.words import generated_tokens
-from kvroute.emulator.prompt import Prompt, value_tokens
+from kvroute.emulator.prompt import EmulatedPrompt, value_tokens
 from kvroute.serve.api.api_keys import hash_text
 from kvroute.types import TIER_COUNT
 
@@ -41,7 +41,7 @@ def at_engines(fleet: EmulatedCluster, roles: tuple[str, ...]) -> int:
 
 def expected(prompt: str, count: int) -> str:
     """Return what an emulated engine generates, as the prompt alone determines it."""
-    seed = Prompt.of(value_tokens(prompt), 16).seed
+    seed = EmulatedPrompt.of(value_tokens(prompt), 16).seed
     return b"".join(islice(generated_tokens(seed, 0), count)).decode()
 
 
@@ -64,7 +64,7 @@ def test_a_thousand_streams_at_once(tmp_path: Path) -> None:
     prompts = [f"stream {number} of {STREAMS}: " + "what is a KV cache? " * 4 for number in range(STREAMS)]
     # A busy machine may be slow to connect, to answer a health check and to move KV, which is no failure here.
     section = "  timeouts: {connect: 300 s}\n  health: {timeout: 300 s}\n"
-    settings = EmulatedClusterSettings(kv_patience_s=3600.0)
+    settings = EmulatedClusterSpec(kv_patience_s=3600.0)
 
     async def one(client: aiohttp.ClientSession, rig: EnvoyRig, prompt: str) -> GatewayResponse:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "stream": True}
@@ -125,7 +125,7 @@ def test_a_client_that_leaves_frees_bookings_transfers_and_limits(tmp_path: Path
     section = f"  keys: {{known: {{{known}}}, concurrency: {{one: 1}}}}\n"
     section += "  limits: {in_flight: 1, queue: 0, bodies: 1 MB}\n"
     roles, background = STAGES[stage]
-    settings = EmulatedClusterSettings(background=(background,) * TIER_COUNT)
+    settings = EmulatedClusterSpec(background=(background,) * TIER_COUNT)
     short = {"model": MODEL, "prompt": "short", "max_tokens": TOKENS}
 
     async def leave(rig: EnvoyRig, fleet: EmulatedCluster, number: int) -> None:
@@ -185,7 +185,7 @@ def held(fleet: EmulatedCluster) -> list[bool]:
 def test_a_client_that_leaves_in_the_middle_of_a_transfer_frees_everything(tmp_path: Path, stream: bool) -> None:
     """The picker's bookings, the transfer, and the memory of the decode engine are free at once. The prefill engine
     keeps the KV until it expires, as Envoy has closed the request that would have fetched it."""
-    settings = EmulatedClusterSettings(background=(0.9999,) * TIER_COUNT)
+    settings = EmulatedClusterSpec(background=(0.9999,) * TIER_COUNT)
     long = {"model": MODEL, "prompt": "word " * 20_000, "max_tokens": TOKENS, "stream": stream}
     short = {"model": MODEL, "prompt": "short", "max_tokens": TOKENS}
 

@@ -23,7 +23,7 @@ from tests.examples import EXAMPLES
 
 from kvroute import topology
 from kvroute.load import TimedRequest, replay_trace
-from kvroute.testbed import Build, Run, namespaces, processes
+from kvroute.testbed import Build, NamedTestbed, namespaces, processes
 from kvroute.testbed import Testbed as Bed
 from kvroute.testbed.namespaces import Unavailable, inside
 from kvroute.testbed.queues import Discipline, leaf_of, leaves_of
@@ -40,7 +40,7 @@ def name() -> str:
 
 
 @pytest.fixture
-def run() -> Iterator[Run]:
+def run() -> Iterator[NamedTestbed]:
     """A testbed run on this machine, removed afterwards whatever the test did."""
     try:
         namespaces.check()
@@ -48,13 +48,15 @@ def run() -> Iterator[Run]:
         if os.environ.get("KVROUTE_REQUIRE_LIVE") == "1":
             pytest.fail(str(reason))
         pytest.skip(str(reason))
-    made = Run(name())
+    made = NamedTestbed(name())
     yield made
     made.remove()
 
 
 @contextmanager
-def running_testbed(run: Run, cluster: Path, queues: Discipline = "fair", build: Build | None = None) -> Iterator[Bed]:
+def running_testbed(
+    run: NamedTestbed, cluster: Path, queues: Discipline = "fair", build: Build | None = None
+) -> Iterator[Bed]:
     """Create the network of a testbed without engines."""
     testbed = Bed(run, topology.load(cluster), build or Build(queues=queues))
     testbed.check()
@@ -65,7 +67,7 @@ def running_testbed(run: Run, cluster: Path, queues: Discipline = "fair", build:
         testbed.remove()
 
 
-def machine(run: Run) -> dict[str, object]:
+def machine(run: NamedTestbed) -> dict[str, object]:
     """Return everything that a testbed may leave behind: devices, queues, routes, rules; namespaces, folders and
     processes with its name. Other testbeds may come and go meanwhile."""
     state = {
@@ -133,7 +135,7 @@ def counted(testbed: Bed, what: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("queues", ["fair", "fifo"])
-def test_connections_use_the_links_that_the_kernel_reports(run: Run, queues: Discipline) -> None:
+def test_connections_use_the_links_that_the_kernel_reports(run: NamedTestbed, queues: Discipline) -> None:
     """Each connection's bytes are on the links that `WanPaths` finds, which include both of two parallel uplinks, and,
     if queues are fair, in the leaf that `leaf_of` computes."""
     taken: set[int] = set()
@@ -163,7 +165,7 @@ def test_connections_use_the_links_that_the_kernel_reports(run: Run, queues: Dis
         assert set(ups) <= taken
 
 
-def test_a_delay_line_delays_packets(run: Run) -> None:
+def test_a_delay_line_delays_packets(run: NamedTestbed) -> None:
     """The kernel's minimum round trip of a connection between the sites is at least twice the latency."""
     with running_testbed(run, WAN) as testbed:
         near, far = (testbed.wiring.host_of(instance).name for instance in ("prefill0", "decode0"))
@@ -178,7 +180,7 @@ def test_a_delay_line_delays_packets(run: Run) -> None:
             assert sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"cubic"
 
 
-def test_background_traffic_is_on_the_links_of_its_tier(run: Run) -> None:
+def test_background_traffic_is_on_the_links_of_its_tier(run: NamedTestbed) -> None:
     """Background traffic of the uplinks is in the class for other traffic there, and nowhere else."""
     background = (0.0, 0.0, 0.2, 0.0, 0.0)
     with running_testbed(run, SMALL, build=Build(background=background)) as testbed:
@@ -196,7 +198,7 @@ def kvroute(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "kvroute.cli.app", "testbed", *arguments]
 
 
-def test_up_serves_requests_and_down_removes_everything(run: Run) -> None:
+def test_up_serves_requests_and_down_removes_everything(run: NamedTestbed) -> None:
     """Engines in two racks answer through the gateway, and KV caches use the uplinks; killed processes are cleaned up
     too."""
     before = machine(run)
@@ -231,7 +233,7 @@ def test_up_serves_requests_and_down_removes_everything(run: Run) -> None:
 
 
 @pytest.mark.parametrize("moment", ["laying", "playing"])
-def test_down_cleans_up_after_a_kill(run: Run, moment: str) -> None:
+def test_down_cleans_up_after_a_kill(run: NamedTestbed, moment: str) -> None:
     """`run` is killed with -9 while it creates namespaces, or while requests are in flight."""
     before = machine(run)
     command = kvroute("run", str(SMALL), "--name", run.name, "--policy", "netkv", "--requests", "400", "--rate", "2")
@@ -248,7 +250,7 @@ def test_down_cleans_up_after_a_kill(run: Run, moment: str) -> None:
     assert machine(run) == before
 
 
-def test_run_compares_and_cleans_up(run: Run) -> None:
+def test_run_compares_and_cleans_up(run: NamedTestbed) -> None:
     """Every request is answered on the kernel's network, with a prediction of the same requests; afterwards everything
     is removed."""
     before = machine(run)

@@ -21,9 +21,9 @@ from tests.live.services import as_service, missing
 
 from kvroute.testbed import namespaces
 from kvroute_engine.switch.aggregator import Aggregator
-from kvroute_engine.switch.wire import CHUNK_VALUES, DATA_BYTES, Kind, Reduction, decode
+from kvroute_engine.switch.wire import CHUNK_VALUES, DATA_BYTES, PacketKind, Reduction, decode
 from kvroute_engine.switch.worker import Worker
-from kvroute_engine.switch.xdp import Peer, XdpOffload, XdpUnavailable
+from kvroute_engine.switch.xdp import PacketSource, XdpOffload, XdpUnavailable
 from kvroute_engine.switch.xdp.libbpf import Program
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
@@ -44,7 +44,7 @@ def _require_xdp() -> None:
 
 
 @contextmanager
-def offload(workers: int, slots: int) -> Iterator[tuple[XdpOffload, Program, list[Peer]]]:
+def offload(workers: int, slots: int) -> Iterator[tuple[XdpOffload, Program, list[PacketSource]]]:
     """Load the program on `workers` interfaces of a namespace; yield the addresses of workers behind them, too."""
     with namespaces.nameless():
         peers = veth_peers(workers)
@@ -58,7 +58,9 @@ def offload(workers: int, slots: int) -> Iterator[tuple[XdpOffload, Program, lis
 class Both:
     """One switch in Python, and one whose data the kernel sums. Every packet goes to both; their answers are equal."""
 
-    def __init__(self, workers: int, slots: int, kernel: XdpOffload, program: Program, peers: list[Peer]) -> None:
+    def __init__(
+        self, workers: int, slots: int, kernel: XdpOffload, program: Program, peers: list[PacketSource]
+    ) -> None:
         self._python = Aggregator(2 * slots, 1)
         self._kernel = Aggregator(2 * slots, 1, offload=kernel)
         self._program, self._peers = program, peers
@@ -89,7 +91,7 @@ class Both:
         return [(each, after[42:]) for each in range(len(self._peers))]
 
     def _number(self, target: Hashable) -> int:
-        assert isinstance(target, Peer)
+        assert isinstance(target, PacketSource)
         return self._peers.index(target)
 
 
@@ -161,19 +163,19 @@ def test_other_packets_go_on_to_the_network_stack() -> None:
         (join,) = worker.outgoing(0.0)
         good = bytearray(DATA_BYTES)
         good[: len(join)] = join
-        good[3] = Kind.DATA
+        good[3] = PacketKind.DATA
         struct.pack_into("<IIBB", good, 4, 1, 5, 0, 2)
         good[14:26] = bytes(12)
         assert decode(bytes(good)).epoch == 5
 
-        def outcome(payload: bytes, peer: Peer = peers[0]) -> int:
+        def outcome(payload: bytes, peer: PacketSource = peers[0]) -> int:
             return program.run("aggregate", frame(peer, payload), peer.interface)[0]
 
         assert outcome(bytes(good)) == XDP_DROP
         for at, value in (
             (0, 0),
             (2, 2),
-            (3, Kind.RESULT),
+            (3, PacketKind.RESULT),
             (4, 2),
             (8, 4),
             (12, 1),

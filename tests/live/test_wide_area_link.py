@@ -17,7 +17,7 @@ from bench.wan.layerwise import prefill
 from bench.wan.network import Network, Unavailable, Wan
 
 from kvroute.serve.wan.tcp_links import TcpCounters, TcpDelta, TcpSample
-from kvroute_engine.connector.transfer.congestion import Gauges, Sent
+from kvroute_engine.connector.transfer.congestion import Gauges, SentCounters
 from kvroute_engine.connector.worker import CHECK_S
 
 pytestmark = pytest.mark.live
@@ -99,7 +99,7 @@ def test_a_full_link_is_distinguished_from_a_slow_engine(control: str) -> None:
 
 def samples(both: Ends) -> tuple[list[TcpSample], float]:
     """Return the observations, at the connector's sampling interval, and the duration of the transfer in seconds."""
-    watch, seen, sent = TcpDelta(), list[TcpSample](), Sent()
+    watch, seen, sent = TcpDelta(), list[TcpSample](), SentCounters()
     while (ended := both.client.wait(CHECK_S)) is None:
         for more, gauges in both.server.links().values():
             sent += more

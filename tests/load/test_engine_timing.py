@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.load.timing import Limits, batches_of, lengths_of
+from kvroute.load.timing import MeasurementLimits, batches_of, lengths_of
 from kvroute.load.timing.measurement import LEAST_STEPS, step_time
 from kvroute.types import InputError
 
@@ -50,7 +50,7 @@ def test_requests_that_decode_one_after_the_other_have_no_step() -> None:
 @given(st.integers(64, 100_000), st.integers(0, 200_000))
 def test_the_lengths_fit_into_the_context(most: int, context: int) -> None:
     try:
-        lengths = lengths_of(Limits(prompt_tokens=most), context)
+        lengths = lengths_of(MeasurementLimits(prompt_tokens=most), context)
     except InputError:
         assert min(most, context or most) < 200
         return
@@ -63,7 +63,7 @@ def test_the_lengths_fit_into_the_context(most: int, context: int) -> None:
 @given(st.integers(2, 4096), st.integers(0, 200_000))
 def test_the_batches_tell_requests_from_contexts(most: int, context: int) -> None:
     try:
-        batches = batches_of(Limits(batch=most), context)
+        batches = batches_of(MeasurementLimits(batch=most), context)
     except InputError:
         assert 0 < context < 200
         return
@@ -75,7 +75,7 @@ def test_the_batches_tell_requests_from_contexts(most: int, context: int) -> Non
 
 def test_the_smaller_half_of_the_batches_is_measured_with_long_prompts_too() -> None:
     """The time per token of context would otherwise come from the smallest batches alone."""
-    batches = batches_of(Limits(batch=16), 0)
+    batches = batches_of(MeasurementLimits(batch=16), 0)
     assert [batch.requests for batch in batches if batch.prompt_tokens == 32] == [1, 2, 4, 8, 16]
     assert [batch.requests for batch in batches if batch.prompt_tokens == 1_024] == [1, 2, 4]
 
@@ -83,9 +83,9 @@ def test_the_smaller_half_of_the_batches_is_measured_with_long_prompts_too() -> 
 def test_what_cannot_be_measured() -> None:
     """One sentence each, with the option to change."""
     for attempt in (
-        lambda: lengths_of(Limits(prompt_tokens=100), 0),
-        lambda: batches_of(Limits(batch=1), 0),
-        lambda: batches_of(Limits(output_tokens=1000), 500),
+        lambda: lengths_of(MeasurementLimits(prompt_tokens=100), 0),
+        lambda: batches_of(MeasurementLimits(batch=1), 0),
+        lambda: batches_of(MeasurementLimits(output_tokens=1000), 500),
     ):
         with pytest.raises(InputError, match=r"--(max-prompt-tokens|max-batch|output-tokens): "):
             attempt()

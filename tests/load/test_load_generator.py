@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvroute.load import (
     VOCABULARY,
-    Answer,
-    Events,
+    EventStreamParser,
+    ReplayedResponse,
     TimedRequest,
     prompt_tokens,
     replay_trace,
@@ -59,13 +59,13 @@ def test_tokens_beyond_the_shared_blocks_are_unique() -> None:
 
 @given(st.integers(0, 5), st.sampled_from([DONE, ERROR, b""]), st.data())
 def test_parsed_events_do_not_depend_on_chunk_boundaries(tokens: int, end: bytes, data: st.DataObject) -> None:
-    octets, pieces = TOKEN * tokens + end, []
-    while octets:
-        size = data.draw(st.integers(1, len(octets)))
-        pieces.append(octets[:size])
-        octets = octets[size:]
-    answer = Answer(due_s=0.0)
-    events = Events(answer, 0.0)
+    content, pieces = TOKEN * tokens + end, []
+    while content:
+        size = data.draw(st.integers(1, len(content)))
+        pieces.append(content[:size])
+        content = content[size:]
+    answer = ReplayedResponse(due_s=0.0)
+    events = EventStreamParser(answer, 0.0)
     for piece in pieces:
         events.feed(piece)
     assert len(answer.token_s) == tokens
@@ -82,10 +82,10 @@ def test_requests_without_output_tokens_are_not_sent() -> None:
     assert body["stream"] is True
 
 
-def replayed(replies: list[bytes], timeout_s: float = 30.0) -> list[Answer]:
+def replayed(replies: list[bytes], timeout_s: float = 30.0) -> list[ReplayedResponse]:
     """Play one request for each reply, in order; an empty reply is never sent."""
 
-    async def scenario() -> list[Answer]:
+    async def scenario() -> list[ReplayedResponse]:
         quiet = asyncio.Event()
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -157,7 +157,7 @@ def test_only_plain_http_is_supported() -> None:
 
 
 def test_a_closed_port_is_reported() -> None:
-    async def scenario() -> list[Answer]:
+    async def scenario() -> list[ReplayedResponse]:
         server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         server.close()

@@ -11,7 +11,7 @@ from kvroute.load.timing import CachedPrompt, Scheduling, Together, fit_engine
 from kvroute.load.timing.scheduler import shared_time_s
 from kvroute.sim.agenda import Agenda
 from kvroute.sim.groups.chunked_prefill import ChunkedPrefill
-from kvroute.sim.groups.pipelines import Prompt
+from kvroute.sim.groups.pipelines import PipelinePrompt
 from kvroute.timing import Profile, prefill_time
 from kvroute.types import DecodeSpec, InputError, QuadraticPrefill, SchedulerSpec
 
@@ -25,7 +25,7 @@ def ends(prefill: QuadraticPrefill, step_tokens: int, step_s: float, prompts: li
     engine = ChunkedPrefill(agenda, prefill_time(prefill), step_tokens, step_s, 256)
     for number, tokens in enumerate(prompts):
         agenda.now = 1e-9 * number
-        prompt = Prompt(number, tokens, 0.0, lambda _, __: None, lambda _: found.append(agenda.now))
+        prompt = PipelinePrompt(number, tokens, 0.0, lambda _, __: None, lambda _: found.append(agenda.now))
         engine.submit(prompt)
     while agenda.due:
         agenda.now = agenda.due[0][0]
@@ -35,7 +35,7 @@ def ends(prefill: QuadraticPrefill, step_tokens: int, step_s: float, prompts: li
 
 def measured(prefill: QuadraticPrefill, step_tokens: int, step_s: float) -> tuple[Profile, Scheduling]:
     """Return what `timing measure` would find."""
-    alone_s = np.array([ends(prefill, step_tokens, step_s, [round(length)])[-1] for length in LENGTHS])
+    one_prompt_s = np.array([ends(prefill, step_tokens, step_s, [round(length)])[-1] for length in LENGTHS])
     batches = np.array([1.0, 2.0, 4.0, 8.0, 1.0, 2.0])
     contexts = np.array([64.0, 128.0, 256.0, 512.0, 1056.0, 2112.0])
     steps_s = DECODE.base_s + DECODE.per_request_s * batches + DECODE.per_context_token_s * contexts
@@ -46,7 +46,7 @@ def measured(prefill: QuadraticPrefill, step_tokens: int, step_s: float) -> tupl
         Together(8, step_tokens, ends(prefill, step_tokens, step_s, [step_tokens] * 8)[-1]),
         Together(17, short, ends(prefill, step_tokens, step_s, [short] * 17)[-1]),
     )
-    return Profile("engine", LENGTHS, alone_s, batches, steps_s, contexts), scheduling
+    return Profile("engine", LENGTHS, one_prompt_s, batches, steps_s, contexts), scheduling
 
 
 @given(st.floats(1e-3, 2e-2), st.floats(0, 1e-2), st.sampled_from([256, 512, 2048]))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvroute.oracle import (
     LinkView,
     NetworkOracle,
-    OracleSettings,
+    OracleSpec,
     effective_bytes_per_s,
     network_wins,
     staleness_bound,
@@ -30,7 +30,7 @@ loads = st.floats(0, 0.9)
 bandwidths = st.floats(1e6, 1e12)
 
 
-def oracle(settings: OracleSettings | None = None, links: LinkView | None = None) -> NetworkOracle:
+def oracle(settings: OracleSpec | None = None, links: LinkView | None = None) -> NetworkOracle:
     return NetworkOracle(TIER, BYTES_PER_S, LATENCY_S, settings, links)
 
 
@@ -106,8 +106,8 @@ def test_formulas_reject_inputs_outside_their_domain() -> None:
 def test_counters_equal_a_simple_count(moves: list[tuple[bool, int, int]], in_flight_max: int) -> None:
     """Counts are per source and tier, never below zero, and capped only when read; without separate telemetry they read
     zero."""
-    seeing = oracle(OracleSettings(in_flight_max=in_flight_max))
-    blind = oracle(OracleSettings(in_flight_max=in_flight_max, separates_own_traffic=False))
+    seeing = oracle(OracleSpec(in_flight_max=in_flight_max))
+    blind = oracle(OracleSpec(in_flight_max=in_flight_max, separates_own_traffic=False))
     count = dict.fromkeys(((source, tier) for source in range(4) for tier in range(TIER_COUNT)), 0)
     for starts, source, target in moves:
         key = (source, int(TIER[source, target]))
@@ -164,7 +164,7 @@ def test_a_full_tier_still_has_a_hundredth_of_its_capacity() -> None:
 
 @given(st.lists(loads, min_size=1, max_size=8), st.floats(0.01, 1), st.sampled_from(["smooth", "trend"]))
 def test_predictions_stay_within_bounds_and_keep_a_constant(values: list[float], alpha: float, prediction: str) -> None:
-    settings = OracleSettings(prediction=prediction, alpha=alpha)  # type: ignore[arg-type]
+    settings = OracleSpec(prediction=prediction, alpha=alpha)  # type: ignore[arg-type]
     network, steady = oracle(settings), oracle(settings)
     for at, value in enumerate(values):
         network.congestion_measured(float(at), [value] * 5)
@@ -179,8 +179,8 @@ def test_predictions_stay_within_bounds_and_keep_a_constant(values: list[float],
 def test_smoothing_and_trend_by_hand() -> None:
     """Smoothing 0.2, 0.4 with alpha 0.5 gives 0.3; a line through two samples is extrapolated by at most one
     interval."""
-    smooth = oracle(OracleSettings(prediction="smooth", alpha=0.5))
-    trend = oracle(OracleSettings(prediction="trend", alpha=1.0, beta=1.0))
+    smooth = oracle(OracleSpec(prediction="smooth", alpha=0.5))
+    trend = oracle(OracleSpec(prediction="trend", alpha=1.0, beta=1.0))
     for network in (smooth, trend):
         network.congestion_measured(0.0, [0.2] * 5)
         network.congestion_measured(2.0, [0.4] * 5)
@@ -191,7 +191,7 @@ def test_smoothing_and_trend_by_hand() -> None:
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6))
 def test_old_telemetry_decays_to_the_static_view(first_s: float, second_s: float) -> None:
-    network = oracle(OracleSettings(stale_after_s=10.0))
+    network = oracle(OracleSpec(stale_after_s=10.0))
     network.congestion_measured(0.0, [0.5] * 5)
     early, late = sorted((first_s, second_s))
     believed = [network.costs(0, ALL, at).congestion[0] for at in (early, late)]
@@ -202,10 +202,10 @@ def test_old_telemetry_decays_to_the_static_view(first_s: float, second_s: float
 
 def test_invalid_settings_and_topologies_are_named() -> None:
     with pytest.raises(InputError, match="did you mean 'trend'"):
-        OracleSettings(prediction="trends")  # type: ignore[arg-type]
+        OracleSpec(prediction="trends")  # type: ignore[arg-type]
     for wrong in ({"alpha": 0.0}, {"beta": math.nan}, {"stale_after_s": 0.0}, {"in_flight_max": -1}):
         with pytest.raises(InputError, match=f"oracle.{next(iter(wrong))}"):
-            OracleSettings(**wrong)
+            OracleSpec(**wrong)
     with pytest.raises(InputError, match="unknown tier"):
         NetworkOracle(np.array([[5]], dtype=np.int8), BYTES_PER_S, LATENCY_S)
     with pytest.raises(InputError, match=r"shape \(1, 4\)"):
@@ -292,7 +292,7 @@ def test_the_aggregate_is_a_valid_congestion(utilisation: list[float]) -> None:
 
 
 def test_telemetry_by_link_updates_both_views() -> None:
-    network = oracle(OracleSettings(stale_after_s=1.0), view())
+    network = oracle(OracleSpec(stale_after_s=1.0), view())
     assert network.residual_bytes_per_s(0, np.array([1]), 0.0) == pytest.approx([4.0])
     network.links_measured(1.0, [0.0, 0.0, 0.0, 0.0, 0.5, 0.5, 0.5, 0.5])
     assert network.costs(0, ALL, 1.0).congestion == pytest.approx([0, 0, 0.5, 0, 0])

@@ -16,7 +16,7 @@ from tests.pages.page_commands import (
     FILES,
     PRINTED_BY,
     WITH_GATEWAY,
-    Elsewhere,
+    OtherTest,
     Run,
     Service,
     treatment,
@@ -97,7 +97,7 @@ def listing_faults(commands: list[Command]) -> list[str]:
         how = treatment(command)
         if how is None:
             faults.append(f"{command.place}: `{command.text}` is not in tests/pages/page_commands.py")
-        elif isinstance(how, Elsewhere) and (fault := _unknown_elsewhere(command, how)):
+        elif isinstance(how, OtherTest) and (fault := _unknown_other_test(command, how)):
             faults.append(f"{command.place}: {fault}")
         elif isinstance(how, Run) and how.options and how.printed and command.output:
             faults.append(f"{command.place}: its output is that of other options")
@@ -120,7 +120,7 @@ def _own_arguments(command: Command) -> list[str]:
     return words[: ends[0]] if ends else words
 
 
-def _unknown_elsewhere(command: Command, how: Elsewhere) -> str:
+def _unknown_other_test(command: Command, how: OtherTest) -> str:
     file, _, name = how.test.partition("::")
     path = ROOT / "tests" / file
     text = path.read_text(encoding="utf-8") if path.exists() else ""

@@ -51,7 +51,7 @@ class Service:
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class OtherTest:
     """Another test runs it: `file::function` below tests/. It has the subcommand, or `word`, or reads the page."""
 
     test: str
@@ -65,7 +65,7 @@ class Needs:
     what: str
 
 
-Treatment: TypeAlias = Run | Service | Elsewhere | Needs
+Treatment: TypeAlias = Run | Service | OtherTest | Needs
 
 _PACKAGES = Needs("packages from an index, and root or the user's own folders")
 _CLUSTER = Needs(
@@ -73,15 +73,15 @@ _CLUSTER = Needs(
 )
 _GPU = Needs("vLLM on a GPU; test_vllm_page.py compares the addresses, tests/live/vllm starts vLLM with these options")
 _HOURS = Needs("minutes to hours of CPU")
-_PEER = Elsewhere("live/test_peer_options.py::test_each_option_of_the_peer_has_a_row")
-_AGENTS = Elsewhere("pages/test_rig_outputs.py::test_the_table_of_an_agent")
-_DOCTOR = Elsewhere("doctor/test_doctor_cli.py::test_a_healthy_cluster_exits_with_0_and_fits_80_columns")
+_PEER = OtherTest("live/test_peer_options.py::test_each_option_of_the_peer_has_a_row")
+_AGENTS = OtherTest("pages/test_rig_outputs.py::test_the_table_of_an_agent")
+_DOCTOR = OtherTest("doctor/test_doctor_cli.py::test_a_healthy_cluster_exits_with_0_and_fits_80_columns")
 _EXTENDING = "test_extending.py::"
-_ENVOY = Elsewhere("live/test_envoy.py::test_whole_and_streamed_responses_and_long_bodies", "envoy")
-_PICKER = Elsewhere("epp/test_epp_command.py::test_the_command_serves_emulated_engines_until_sigterm")
-_CHECK = Elsewhere("pages/test_rig_outputs.py::test_the_check_of_a_kubernetes_cluster")
-_TIMES = Elsewhere("cli/test_timing_measure.py::test_it_prints_a_block_of_a_cluster_file")
-_SWITCH = Elsewhere("pages/test_rig_outputs.py::test_the_first_line_and_the_status_of_a_switch")
+_ENVOY = OtherTest("live/test_envoy.py::test_whole_and_streamed_responses_and_long_bodies", "envoy")
+_PICKER = OtherTest("epp/test_epp_command.py::test_the_command_serves_emulated_engines_until_sigterm")
+_CHECK = OtherTest("pages/test_rig_outputs.py::test_the_check_of_a_kubernetes_cluster")
+_TIMES = OtherTest("cli/test_timing_measure.py::test_it_prints_a_block_of_a_cluster_file")
+_SWITCH = OtherTest("pages/test_rig_outputs.py::test_the_first_line_and_the_status_of_a_switch")
 _SHORT = Run("--requests 60 --seeds 1 --workers 1")
 
 ANYWHERE: dict[str, Treatment] = {
@@ -92,12 +92,12 @@ ANYWHERE: dict[str, Treatment] = {
     "export ": _GPU,
     "kubectl ": _CLUSTER,
     "helm ": _CLUSTER,
-    "docker ": Elsewhere("live/test_container.py::test_the_gateway_serves_and_its_health_check_passes"),
+    "docker ": OtherTest("live/test_container.py::test_the_gateway_serves_and_its_health_check_passes"),
     "kvroute experiment ": _HOURS,
     "kvroute doctor": _DOCTOR,
     "kvroute timing measure": _TIMES,
     "kvroute kube check": _CHECK,
-    "kvroute serve --kubernetes": Elsewhere("live/test_kubernetes.py::test_without_a_cluster_file"),
+    "kvroute serve --kubernetes": OtherTest("live/test_kubernetes.py::test_without_a_cluster_file"),
     "kvroute serve live.yaml": Service(),
     "kvroute serve my-cluster.yaml": Service(),
     "kvroute serve --embedded": Service(),
@@ -136,33 +136,33 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
         "groupadd": _PACKAGES,
         "install": _PACKAGES,
         "systemctl": Needs("root and systemd; tests/live/test_systemd.py checks the unit"),
-        "promtool": Elsewhere("live/test_alerts.py::test_promtool_accepts_configuration_and_rules"),
+        "promtool": OtherTest("live/test_alerts.py::test_promtool_accepts_configuration_and_rules"),
     },
     "docs/development.md": {".venv/bin/pytest": Needs("this suite")},
     "docs/discovery.md": {"mv": Run(live=True)},
     "docs/doctor.md": {
-        "kvroute doctor": Elsewhere("pages/test_rig_outputs.py::test_the_doctor_on_emulated_engines"),
+        "kvroute doctor": OtherTest("pages/test_rig_outputs.py::test_the_doctor_on_emulated_engines"),
     },
     "docs/dualpath.md": {
         "kvroute plan dualpath": Run(columns=120, part=True),
         "kvroute plan dualpath examples/dualpath-660b.yaml --out": Run(
             picture=("plan/figures/rates.png", "docs/images/dualpath.png")
         ),
-        "kvroute buffer": Elsewhere("cli/test_cli_buffer.py::test_it_is_ready_answers_and_ends"),
+        "kvroute buffer": OtherTest("cli/test_cli_buffer.py::test_it_is_ready_answers_and_ends"),
     },
     "docs/emulate.md": {"kvroute emulate": Service('"instances"', "", tolerance=inf)},
     "docs/envoy.md": {
         "kvroute epp examples/small.yaml": _PICKER,
         "kvroute epp cluster.yaml": _PICKER,
         "kvroute epp cluster.yaml --port 9002 --print": Run(),
-        "kvroute epp --kubernetes": Elsewhere(
+        "kvroute epp --kubernetes": OtherTest(
             "live/test_inference_pool.py::test_pods_of_a_pool_come_and_go_under_load"
         ),
         "kvroute epp --kubernetes --pool llm/my-pool --port 9002 --print": Run(),
         "kvroute epp --kubernetes --pool llm/my-pool --fail open": Run(),
         "envoy": _ENVOY,
         "curl": _ENVOY,
-        "kubectl": Elsewhere(
+        "kubectl": OtherTest(
             "kube/deploy/test_picker_rights.py::test_a_picker_uses_exactly_the_rights_of_its_roles", "kvroute-picker"
         ),
     },
@@ -172,16 +172,16 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
         "kvroute experiment prfaas-case-study --cell": Run(live=True),
     },
     "docs/extending.md": {
-        "kvroute simulate examples/small.yaml --policy most-room": Elsewhere(
+        "kvroute simulate examples/small.yaml --policy most-room": OtherTest(
             f"{_EXTENDING}test_a_new_policy_routes_a_simulated_cluster"
         ),
-        "kvroute simulate examples/small.yaml --policy fewest": Elsewhere(
+        "kvroute simulate examples/small.yaml --policy fewest": OtherTest(
             f"{_EXTENDING}test_a_new_policy_with_state_sees_its_state"
         ),
-        "kvroute simulate examples/small.yaml --policy netkv --prefill-policy": Elsewhere(
+        "kvroute simulate examples/small.yaml --policy netkv --prefill-policy": OtherTest(
             f"{_EXTENDING}test_a_new_feature_is_offered_and_attached_as_the_core_calls_it"
         ),
-        "kvroute experiment": Elsewhere(f"{_EXTENDING}test_a_new_experiment_is_listed_and_its_axis_is_applied"),
+        "kvroute experiment": OtherTest(f"{_EXTENDING}test_a_new_experiment_is_listed_and_its_axis_is_applied"),
     },
     "docs/fidelity.md": {
         "python -m bench": _HOURS,
@@ -206,7 +206,7 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
         "pipx": _PACKAGES,
     },
     "docs/kubernetes.md": {
-        "kvroute serve live.yaml --kubernetes": Elsewhere("live/test_kubernetes.py::test_pods_come_and_go_under_load"),
+        "kvroute serve live.yaml --kubernetes": OtherTest("live/test_kubernetes.py::test_pods_come_and_go_under_load"),
     },
     "docs/kubernetes-operator.md": {".venv/bin/python -m tests.kube.conformance": _CLUSTER},
     "docs/metrics.md": {"curl": Run(live=True)},
@@ -220,15 +220,15 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
     "docs/qos.md": {"kvroute plan qos examples/superpod.yaml --link": Run(part=True)},
     "docs/quickstart.md": {"kvroute simulate": Run(live=True), "curl": Run(live=True)},
     "docs/scale.md": {
-        "kvroute serve cluster.yaml --workers": Elsewhere(
+        "kvroute serve cluster.yaml --workers": OtherTest(
             "gateway/workers/test_workers.py::test_requests_go_to_all_workers_and_are_counted_once"
         ),
         "kvroute simulate": _SHORT,
-        "curl": Elsewhere("pages/test_rig_outputs.py::test_the_exchange_of_a_gateway"),
+        "curl": OtherTest("pages/test_rig_outputs.py::test_the_exchange_of_a_gateway"),
     },
     "docs/serve.md": {
         "curl http://127.0.0.1:8080": Run(live=True),
-        "curl -X POST http://127.0.0.1:PORT/emulator/wan": Elsewhere(
+        "curl -X POST http://127.0.0.1:PORT/emulator/wan": OtherTest(
             "emulator/test_wan.py::test_a_cut_wan_path_stalls_transfers_until_it_is_restored", "emulator/wan"
         ),
         "kvroute topology": Run(new="my-cluster.yaml"),
@@ -249,7 +249,7 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
     },
     "docs/switch.md": {
         "KVROUTE_ALL_REDUCE": _GPU,
-        "sudo kvroute switch": Elsewhere("live/test_switch_in_kernel.py::test_jobs_share_the_slots_and_give_them_back"),
+        "sudo kvroute switch": OtherTest("live/test_switch_in_kernel.py::test_jobs_share_the_slots_and_give_them_back"),
     },
     "docs/switching.md": {
         "vllm-router": _PEER,
@@ -260,14 +260,14 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
         "python -m dynamo": Needs("NVIDIA Dynamo with GPUs"),
     },
     "docs/testbed.md": {
-        "sudo kvroute testbed run": Elsewhere("live/test_kernel_network.py::test_run_compares_and_cleans_up"),
-        "sudo kvroute testbed": Elsewhere(
+        "sudo kvroute testbed run": OtherTest("live/test_kernel_network.py::test_run_compares_and_cleans_up"),
+        "sudo kvroute testbed": OtherTest(
             "live/test_kernel_network.py::test_up_serves_requests_and_down_removes_everything"
         ),
     },
     "docs/vllm.md": {
         "kvroute serve vllm-tp8.yaml": _GPU,
-        "curl -s http://10.0.0.2:8000": Elsewhere(
+        "curl -s http://10.0.0.2:8000": OtherTest(
             "gateway/telemetry/test_connector_counters.py::test_the_counters_of_each_connector_are_read", "nixl_"
         ),
     },

@@ -31,7 +31,7 @@ from tests.serve.discovery.kubernetes_rig import Rig, created, play
 from tests.waiting import PATIENCE_S, until
 
 from kvroute import topology
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
 from kvroute.types import Endpoint
 
 KVROUTE = (sys.executable, "-m", "kvroute.cli.app")
@@ -141,7 +141,7 @@ def test_the_doctor_on_emulated_engines(broken: bool, tmp_path: Path) -> None:
     file = tmp_path / "my-cluster.yaml"
 
     async def scenario() -> subprocess.CompletedProcess[str]:
-        async with EmulatedCluster(topology.parse(_clinic(placeholders)), EmulatedClusterSettings()) as engines:
+        async with EmulatedCluster(topology.parse(_clinic(placeholders)), EmulatedClusterSpec()) as engines:
             endpoints = {name: engines.ready().instances[name] for name in names}
             if broken:
                 await _break(endpoints)

@@ -8,14 +8,14 @@ import math
 import numpy as np
 import pytest
 
-from kvroute.control.learning.learned_capacity import Answers, Learned
+from kvroute.control.learning.learned_capacity import Answers, LearnedCapacity
 from kvroute.control.state.transfer_table import InFlight
 from kvroute.oracle import NetworkOracle
 from kvroute.policies import decode_policy, foresight_policy
 from kvroute.policies.foresight.joint import ForesightJoint, JointPath, Pair
 from kvroute.policies.foresight.links import UNKNOWN, LinkModel
 from kvroute.policies.foresight.policy import Foresight
-from kvroute.policies.foresight.sight import Sight
+from kvroute.policies.foresight.sight import NetworkView
 from kvroute.policies.foresight.spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
 from kvroute.topology import InstanceCounts, build, fat_tree
@@ -54,14 +54,14 @@ def costs(source: int = 0) -> NetworkCosts:
 
 
 def chosen(table: InFlight, candidates: Candidates, source: int = 0, spec: ForesightSpec | None = None) -> Choice:
-    policy = Foresight(spec or ForesightSpec(), table.sight(table.now, source, DECODERS))
+    policy = Foresight(spec or ForesightSpec(), table.network_view(table.now, source, DECODERS))
     choice = policy.choose(REQUEST, candidates, costs(source), 0)
     assert isinstance(choice, Choice)
     return choice
 
 
-def chosen_by(spec: ForesightSpec, sight: Sight) -> Choice:
-    choice = Foresight(spec, sight).choose(REQUEST, pool(), costs(), 0)
+def chosen_by(spec: ForesightSpec, network_view: NetworkView) -> Choice:
+    choice = Foresight(spec, network_view).choose(REQUEST, pool(), costs(), 0)
     assert isinstance(choice, Choice)
     return choice
 
@@ -122,7 +122,7 @@ def test_a_candidate_that_is_not_simulated_is_not_favoured_by_the_closed_form() 
     one = chosen(table, slow, spec=ForesightSpec(slot_weight=0.0, width=1))
     assert one.index == 0
     assert one.terms.cost.tolist() == pytest.approx([3.01, 3.5])
-    assert one.terms.parts["played"].tolist() == [1.0, 0.0]
+    assert one.terms.parts["simulated"].tolist() == [1.0, 0.0]
     assert chosen(table, slow, spec=ForesightSpec(slot_weight=0.0, width=2)).index == 1
 
 
@@ -132,10 +132,10 @@ def test_a_later_transfer_shares_with_those_still_in_flight() -> None:
     table = InFlight(links())
     table.started(0.0, 7, 1, 2, 0.5e9)
     table.started(0.0, 8, 1, 2, 1.5e9)
-    policy = Foresight(ForesightSpec(), table.sight(0.0, 0, DECODERS, starts_s=1.5))
+    policy = Foresight(ForesightSpec(), table.network_view(0.0, 0, DECODERS, starts_s=1.5))
     choice = policy.choose(REQUEST, pool(batch=(0, 7)), costs(), 0)
     assert isinstance(choice, Choice)
-    assert choice.terms.parts["played"][0] == 1.0
+    assert choice.terms.parts["simulated"][0] == 1.0
     assert choice.terms.parts["transfer_s"][0] == pytest.approx(1.5)
     assert choice.terms.parts["imposed_s"][0] == pytest.approx(0.5)
 
@@ -149,7 +149,7 @@ def test_transfers_beyond_the_nearest_keep_their_rates() -> None:
     expected = ((24, 4.0), (1, 6.0))
     for near_max, seconds in expected:
         choice = chosen(table, pool(batch=(0, 8)), spec=ForesightSpec(near_max=near_max, slot_weight=100.0))
-        assert choice.terms.parts["played"][0] == 1.0
+        assert choice.terms.parts["simulated"][0] == 1.0
         assert choice.terms.parts["transfer_s"][0] == pytest.approx(seconds)
 
 
@@ -225,16 +225,16 @@ def test_the_weight_of_rival_transfers_is_configurable() -> None:
         link_tier=table[:, 3].astype(np.int64),
         hashed_paths=1,
     )
-    sights = {}
+    network_views = {}
     for weight in (0.0, 0.5, 1.0):
         spec = ForesightSpec(rival_weight=weight, width=0)
         flying = InFlight(model, spec)
         for each in range(2):
             flying.started(0.0, each, 1, 2 + each, 9e9)
-        sights[weight] = flying.sight(0.0, 0, DECODERS)
+        network_views[weight] = flying.network_view(0.0, 0, DECODERS)
     paces = [
-        float(chosen_by(ForesightSpec(rival_weight=weight, width=0), sight).terms.parts["pace_bytes_per_s"][0])
-        for weight, sight in sights.items()
+        float(chosen_by(ForesightSpec(rival_weight=weight, width=0), network_view).terms.parts["pace_bytes_per_s"][0])
+        for weight, network_view in network_views.items()
     ]
     assert paces[0] == pytest.approx(2 * NIC / 3)
     assert paces[0] > paces[1] > paces[2]
@@ -279,14 +279,14 @@ def test_completed_transfers_update_the_factor_of_their_tier() -> None:
     assert (seen[3].transfers, seen[3].age_s) == (200, 30.0)
     assert (seen[2].weight, seen[2].transfers, seen[2].age_s) == (0.0, 0, None)
     half = np.array([0.0, 0.0, 0.0, 0.5, 0.0])
-    alone = table.alone_bytes_per_s(0, 2, half, table.learned.factor)
+    alone = table.uncontended_bytes_per_s(0, 2, half, table.learned.factor)
     assert alone == pytest.approx(0.5e9 * table.learned.factor[3])
 
 
 def test_the_factor_of_an_unused_tier_decays() -> None:
     """One stall makes a tier look slow. Without newer transfers the value decays with time, for any size of time
     steps."""
-    once, often = Learned(ForesightSpec(fading_s=60.0)), Learned(ForesightSpec(fading_s=60.0))
+    once, often = LearnedCapacity(ForesightSpec(fading_s=60.0)), LearnedCapacity(ForesightSpec(fading_s=60.0))
     for learned in (once, often):
         learned.ended(3, 1e9, 8e9, 8e9)
         assert learned.factor[3] == pytest.approx(math.exp(-1.5 / 3), rel=0.01)
@@ -304,14 +304,14 @@ def test_a_decision_uses_decayed_factors() -> None:
     table = InFlight(LinkModel.of_tiers(FLAT, np.full(5, NIC), nic_bytes_per_s=4e9))
     table.started(0.0, 0, 0, 2, 1e9)
     table.finished(10.0, 0)
-    assert float(table.sight(10.0, 0, np.array([2])).factor[3]) < 0.7
-    assert float(table.sight(1_210.0, 0, np.array([2])).factor[3]) > 0.99
+    assert float(table.network_view(10.0, 0, np.array([2])).factor[3]) < 0.7
+    assert float(table.network_view(1_210.0, 0, np.array([2])).factor[3]) > 0.99
 
 
 def test_transfers_limited_by_a_nic_do_not_change_path_factors() -> None:
     """In the model two transfers share a NIC; if they take the predicted time, the factor of the paths does not
     change."""
-    learned = Learned(ForesightSpec())
+    learned = LearnedCapacity(ForesightSpec())
     learned.ended(3, 1e9, 0.9e9, 0.1e9)
     assert learned.factor.tolist() == [1.0] * 5
     learned.ended(3, 1e9, 0.9e9, 0.8e9)
@@ -336,7 +336,7 @@ def test_nic_speeds_in_a_rack_are_learned() -> None:
     in_rack = NetworkCosts(
         rack[0].take(DECODERS), np.full(5, NIC), np.zeros(5), np.zeros(5), np.zeros(5, dtype=np.int64)
     )
-    choice = Foresight(ForesightSpec(), slow.sight(99.0, 0, DECODERS)).choose(REQUEST, pool(), in_rack, 0)
+    choice = Foresight(ForesightSpec(), slow.network_view(99.0, 0, DECODERS)).choose(REQUEST, pool(), in_rack, 0)
     assert isinstance(choice, Choice)
     assert choice.terms.parts["transfer_s"] == pytest.approx([transfer_s, transfer_s])
     slow.learned.grown_old(2_000.0)
@@ -434,7 +434,7 @@ def test_the_pair_avoids_a_prefill_instance_with_congested_paths() -> None:
         for each in range(2):
             table.started(0.0, each, 0, 2 + each, nbytes)
         prefill = PrefillCandidates(("p0", "p1"), np.zeros(2), np.zeros(2, dtype=np.int64), np.array([1.0, 1.0]), None)
-        paths = [JointPath(pool(), costs(source), table.sight(0.0, source, DECODERS, 1.0)) for source in (0, 1)]
+        paths = [JointPath(pool(), costs(source), table.network_view(0.0, source, DECODERS, 1.0)) for source in (0, 1)]
         pair = ForesightJoint().choose(REQUEST, prefill, paths.__getitem__, 0)
         assert isinstance(pair, Pair)
         assert pair.prefill.index == expected
@@ -446,14 +446,14 @@ def test_present_decode_load_does_not_count_before_prefill() -> None:
     """A full batch decides between equal paths when the KV cache is complete, but not while its prefill is still to
     come: then the first of equals is taken, unless the load has a weight."""
     table, full = InFlight(links()), pool(batch=(8, 0), queued=(9, 0))
-    sight = table.sight(0.0, 0, DECODERS)
+    network_view = table.network_view(0.0, 0, DECODERS)
     expected = (
         (ForesightSpec(), False, 1),
         (ForesightSpec(), True, 0),
         (ForesightSpec(arrival_load_weight=0.5), True, 1),
     )
     for spec, at_arrival, index in expected:
-        choice = Foresight(spec, sight, at_arrival).choose(REQUEST, full, costs(), 0)
+        choice = Foresight(spec, network_view, at_arrival).choose(REQUEST, full, costs(), 0)
         assert isinstance(choice, Choice)
         assert choice.index == index
 
@@ -465,13 +465,15 @@ def test_pairs_that_are_not_simulated_are_ranked_behind() -> None:
     for each in range(2):
         table.started(0.0, each, 1, 2 + each, 2e9)
     prefill = PrefillCandidates(("p0", "p1"), np.zeros(2), np.zeros(2, dtype=np.int64), np.array([1.0, 0.0]), None)
-    paths = [JointPath(pool(), costs(source), table.sight(0.0, source, DECODERS, 1.0 - source)) for source in (0, 1)]
+    paths = [
+        JointPath(pool(), costs(source), table.network_view(0.0, source, DECODERS, 1.0 - source)) for source in (0, 1)
+    ]
     pair = ForesightJoint(ForesightSpec(joint_width=1)).choose(REQUEST, prefill, paths.__getitem__, 0)
     assert isinstance(pair, Pair)
-    played = ForesightJoint(ForesightSpec(joint_width=2)).choose(REQUEST, prefill, paths.__getitem__, 0)
+    simulated = ForesightJoint(ForesightSpec(joint_width=2)).choose(REQUEST, prefill, paths.__getitem__, 0)
     closed = pair.prefill.terms
-    assert isinstance(played, Pair)
-    assert closed.cost[0] == pytest.approx(played.prefill.terms.cost[0])
+    assert isinstance(simulated, Pair)
+    assert closed.cost[0] == pytest.approx(simulated.prefill.terms.cost[0])
     assert closed.cost[1] >= 3.0
     assert closed.cost.argmin() == pair.prefill.index
 

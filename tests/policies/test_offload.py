@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvroute.control.offload.allocation import Allocation, Capacity
+from kvroute.control.offload.allocation import Allocation, SiteCapacity
 from kvroute.control.offload.threshold import Threshold, scarcity_of, threshold_of
-from kvroute.control.state.traffic import Traffic
+from kvroute.control.state.traffic import TrafficLengths
 from kvroute.policies.fleet.offload import OffloadSpec, SiteCandidates, choose_site, longest
 from kvroute.policies.fleet.role_switch import Home, LongTerm, PlannedSwitch, Stage, StageLoad, judge
 from kvroute.policies.fleet.short_term import ShortTerm
@@ -234,7 +234,7 @@ def curve(tokens: tuple[float, ...], values: tuple[float, ...]) -> Any:
     return between
 
 
-def case_study(n_prefill: int) -> Capacity:
+def case_study(n_prefill: int) -> SiteCapacity:
     """PrfaaS 4.1: four instances of 8 H200 behind 100 Gbps, eight of 8 H20; Table 5 and its derived H20 times."""
     points = (1_024.0, 8_192.0, 32_768.0, 131_072.0)
     names = [f"pd{index}" for index in range(8)]
@@ -247,7 +247,7 @@ def case_study(n_prefill: int) -> Capacity:
     )
     kv_bytes = curve(points, tuple(mib * 2**20 for mib in (190.8, 308.9, 701.3, 2316.3)))
     prfaas = PrfaasCluster(4, curve(points, (0.44, 0.72, 1.84, 7.40)), 12.5e9)
-    return Capacity(kv_bytes, (prfaas,), (home,))
+    return SiteCapacity(kv_bytes, (prfaas,), (home,))
 
 
 def long_prompts(allocation: Allocation, at: float) -> None:
@@ -445,7 +445,7 @@ def test_a_queue_is_relieved_by_an_instance_that_its_home_can_spare() -> None:
 def test_traffic_measures_the_arrival_rate() -> None:
     """Ten requests a second for four seconds: the rate is measured since the first event, then over the window of eight
     seconds."""
-    traffic = Traffic(8.0)
+    traffic = TrafficLengths(8.0)
     assert traffic.rate_per_s(0.0) == 0.0
     assert traffic.output_tokens(0.0) is None
     for index in range(40):
@@ -461,7 +461,7 @@ def test_traffic_measures_the_arrival_rate() -> None:
 def test_recent_traffic_and_its_median() -> None:
     """The window has parts of a second: one request a second for a long time, then ten; half of them have at most 100
     tokens."""
-    traffic = Traffic(8.0)
+    traffic = TrafficLengths(8.0)
     assert (traffic.recent_per_s(0.0), traffic.median_tokens(0.0)) == (0.0, math.inf)
     for at in range(8):
         traffic.arrived(float(at), 100)

@@ -17,7 +17,7 @@ import xxhash
 import zstandard
 
 from kvroute.prefix import Evicted, PrefixIndex, block_hashes
-from kvroute.prefix.tree import Node
+from kvroute.prefix.tree import PrefixNode
 from kvroute.types import InputError
 
 TRACE = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "mooncake" / "conversation_trace.jsonl.zst"
@@ -248,27 +248,27 @@ def test_touches_use_no_memory() -> None:
 
 def test_evicted_prefixes_use_no_memory() -> None:
     gc.collect()
-    before = sum(isinstance(thing, Node) for thing in gc.get_objects())
+    before = sum(isinstance(thing, PrefixNode) for thing in gc.get_objects())
     index = PrefixIndex(30, capacity_blocks=50)
     for k in range(3000):
         index.store(k % 30, (k % 3, 10 + k % 7, 100 + k, 200 + k))
     for instance in range(30):
         index.clear(instance)
     gc.collect()
-    assert sum(isinstance(thing, Node) for thing in gc.get_objects()) == before + 1
+    assert sum(isinstance(thing, PrefixNode) for thing in gc.get_objects()) == before + 1
 
 
 def test_turns_of_one_session_are_stored_as_one_run() -> None:
     """Unneeded splits are merged again; otherwise matching a long session would take time proportional to its turns."""
     gc.collect()
-    before = sum(isinstance(thing, Node) for thing in gc.get_objects())
+    before = sum(isinstance(thing, PrefixNode) for thing in gc.get_objects())
     index = PrefixIndex(2)
     for turn in range(1, 101):
         for instance in (0, 1):
             index.store(instance, tuple(range(10 * turn)))
     for instance in (0, 1):
         index.touch(instance, tuple(range(1000)))
-    assert sum(isinstance(thing, Node) for thing in gc.get_objects()) <= before + 4
+    assert sum(isinstance(thing, PrefixNode) for thing in gc.get_objects()) <= before + 4
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import ttest_rel
 
 from kvroute.report.compare import difference, verdict
-from kvroute.sim.metrics import Counts, Spread, Summary, TtftParts
+from kvroute.sim.metrics import RequestCounts, Spread, Summary, TtftParts
 
 
 def run(policy: str, seed: int, ttft_s: float | None) -> Summary:
@@ -19,7 +19,7 @@ def run(policy: str, seed: int, ttft_s: float | None) -> Summary:
     return Summary(
         policy=policy,
         seed=seed,
-        requests=Counts(arrived=1, finished=1, rejected=0, in_flight=0),
+        requests=RequestCounts(arrived=1, finished=1, rejected=0, in_flight=0),
         measured=1,
         ttft_s=Spread(mean=ttft_s),
         ttft_parts_s=TtftParts(),
@@ -151,7 +151,9 @@ def test_no_winner_without_responses_or_for_a_single_policy() -> None:
 def test_rejections_are_reported() -> None:
     """If requests were rejected, the winner comes with the shares of all policies and the first reason."""
     rejecting = msgspec.structs.replace(
-        run("a", 0, 1.0), requests=Counts(arrived=4, finished=1, rejected=3, in_flight=0), reject_reason="it is full"
+        run("a", 0, 1.0),
+        requests=RequestCounts(arrived=4, finished=1, rejected=3, in_flight=0),
+        reject_reason="it is full",
     )
     (remark,) = verdict([rejecting, run("b", 0, 2.0)]).remarks
     assert "a 75.0%, b 0.0%" in remark

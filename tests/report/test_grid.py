@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvroute.report.grid import Entry, Grid, Heading, rich_table, with_ties
+from kvroute.report.grid import Grid, GridEntry, Heading, rich_table, with_ties
 
 words = st.text("abcdefg", min_size=1, max_size=9)
 titles = st.lists(words, min_size=1, max_size=4).map(" ".join)
@@ -20,7 +20,7 @@ headings = st.lists(st.builds(Heading, titles, drop=st.integers(0, 4)), min_size
 def grids(draw: st.DrawFn) -> Grid:
     """Draw up to twelve columns with short cells; the first one is the row's name."""
     columns = draw(headings)
-    cells = st.builds(Entry, words, st.one_of(st.just(""), words))
+    cells = st.builds(GridEntry, words, st.one_of(st.just(""), words))
     row = st.tuples(*(cells for _ in columns))
     return Grid("", tuple(columns), tuple(draw(st.lists(row, min_size=1, max_size=4))))
 
@@ -51,7 +51,7 @@ def test_columns_are_dropped_in_the_order_of_their_headings() -> None:
     """The row's name and the columns without an order are kept as long as there are others."""
     titles = (("name", 0), ("stays", 0), ("second", 2), ("first", 1))
     grid = Grid(
-        "", tuple(Heading(title, drop=drop) for title, drop in titles), (tuple(Entry("x" * 12) for _ in titles),)
+        "", tuple(Heading(title, drop=drop) for title, drop in titles), (tuple(GridEntry("x" * 12) for _ in titles),)
     )
     assert "Too narrow" not in printed(grid, 60)
     assert "Too narrow for: first." in printed(grid, 50)
@@ -62,7 +62,9 @@ def test_columns_are_dropped_in_the_order_of_their_headings() -> None:
 
 def test_headings_wrap_before_a_column_is_dropped() -> None:
     """A heading of many words is wrapped, and the numbers are kept."""
-    grid = Grid("", (Heading("name"), Heading("a title of many words", drop=1)), ((Entry("row"), Entry("1.00")),))
+    grid = Grid(
+        "", (Heading("name"), Heading("a title of many words", drop=1)), ((GridEntry("row"), GridEntry("1.00")),)
+    )
     assert "Too narrow" not in printed(grid, 20)
     assert "1.00" in printed(grid, 20)
 
@@ -78,5 +80,5 @@ def test_headings_wrap_before_a_column_is_dropped() -> None:
 )
 def test_entries_that_read_alike_are_marked_alike(texts: list[str], best: int | None, marked: list[bool]) -> None:
     """Means that differ by less than the last digit have the same type; if all are equal, there is no best one."""
-    entries = [Entry(text, best=index == best) for index, text in enumerate(texts)]
+    entries = [GridEntry(text, best=index == best) for index, text in enumerate(texts)]
     assert [entry.best for entry in with_ties(entries)] == marked

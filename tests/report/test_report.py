@@ -33,12 +33,12 @@ from kvroute.report.figures import (
 )
 from kvroute.report.series import summaries
 from kvroute.report.tables import comparison_grid, comparison_table
-from kvroute.sim.metrics import Counts, Spread, Summary, Timeline, TtftParts
+from kvroute.sim.metrics import RequestCounts, Spread, Summary, Timeline, TtftParts
 from kvroute.sim.network.link_load import LinkLoad
 from kvroute.types import InputError
 from kvroute_studies.netkv.cases import EXPERIMENTS
 from kvroute_studies.shared.cells import Experiment
-from kvroute_studies.shared.findings import Finding, findings
+from kvroute_studies.shared.findings import ExpectationFinding, findings
 from kvroute_studies.shared.page import headline, write_experiment, write_index
 from kvroute_studies.shared.tables import experiment_grid, experiment_table
 
@@ -63,7 +63,7 @@ def summary(policy: str, seed: int, ttft_s: float | None, **changes: Any) -> Sum
     made = Summary(
         policy=policy,
         seed=seed,
-        requests=Counts(arrived=1000, finished=990, rejected=6, in_flight=4),
+        requests=RequestCounts(arrived=1000, finished=990, rejected=6, in_flight=4),
         measured=900,
         ttft_s=spread,
         ttft_parts_s=parts,
@@ -420,7 +420,7 @@ def pair(first_s: Sequence[Sequence[float]], second_s: Sequence[Sequence[float]]
     ]
 
 
-def outcome(name: str, records: Sequence[Record], claim: str) -> Finding:
+def outcome(name: str, records: Sequence[Record], claim: str) -> ExpectationFinding:
     (finding,) = [each for each in findings(EXPERIMENTS[name], records) if claim in each.claim]
     return finding
 
@@ -486,6 +486,9 @@ def test_the_ladder_reports_the_share_of_the_first_step() -> None:
 
 
 def test_the_headline_groups_profiles() -> None:
-    some = [Finding(name, "a below b", holds, "") for name, holds in (("x", "holds"), ("y", "unclear"), ("z", "holds"))]  # type: ignore[arg-type]
+    some = [
+        ExpectationFinding(name, "a below b", holds, "")  # type: ignore[arg-type]
+        for name, holds in (("x", "holds"), ("y", "unclear"), ("z", "holds"))
+    ]
     assert headline(some) == "a below b: holds for x and z, unclear for y."
     assert headline(some[::2]) == "a below b: holds everywhere."

@@ -12,7 +12,7 @@ import msgspec
 from tests.waiting import becomes_true
 
 from kvroute import topology
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
 from kvroute.serve.assembly import Deployment, Gateway
 from kvroute.serve.proxy.completion.request import ProxiedRequest
 
@@ -196,7 +196,7 @@ def with_section(section: str, text: str = CLUSTER) -> str:
 async def rig(section: str = "", text: str = CLUSTER) -> AsyncIterator[Rig]:
     """Run emulated engines of `text` and a gateway with `section` added to its settings."""
     cluster = topology.parse(text)
-    async with EmulatedCluster(cluster, EmulatedClusterSettings()) as fleet:
+    async with EmulatedCluster(cluster, EmulatedClusterSpec()) as fleet:
         deployment = Deployment.of(with_section(section, text), "test.yaml", endpoints=fleet.ready().instances)
         gateway = Gateway(deployment, seed=1)
         try:

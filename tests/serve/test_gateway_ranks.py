@@ -16,7 +16,7 @@ from tests.waiting import becomes_true
 
 from kvroute.control import decisions_equal, replay
 from kvroute.control.log import read_log
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
 from kvroute.serve.assembly import Deployment, Gateway
 from kvroute.topology import parse
 from kvroute.types import Decision, Decode, Prefill
@@ -162,7 +162,7 @@ def test_kv_events_of_another_rank_are_reported(caplog: pytest.LogCaptureFixture
 
     async def run() -> None:
         cluster = parse(TEXT)
-        async with EmulatedCluster(cluster, EmulatedClusterSettings()) as fleet:
+        async with EmulatedCluster(cluster, EmulatedClusterSpec()) as fleet:
             found = fleet.ready().instances
             one, two = (found[name] for name in RANKS)
             found[RANKS[1]] = msgspec.structs.replace(two, kv_events=one.kv_events, kv_replay=one.kv_replay)

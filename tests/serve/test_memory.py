@@ -24,7 +24,7 @@ from tests.waiting import until
 
 from kvroute.http.client.callbacks import weakly
 from kvroute.prefix import PrefixIndex
-from kvroute.prefix.tree import Node
+from kvroute.prefix.tree import PrefixNode
 from kvroute.serve.assembly import Deployment
 from kvroute.serve.proxy.runtime import ClusterRuntime
 
@@ -198,7 +198,7 @@ def test_a_prefix_index_is_freed_without_the_garbage_collector(stored: list[tupl
     try:
         assert sum(index.dismantle()) == len(prefixes)
         del index
-        assert not [each for each in gc.get_objects() if isinstance(each, Node) and each.end]
+        assert not [each for each in gc.get_objects() if isinstance(each, PrefixNode) and each.end]
     finally:
         gc.enable()
         gc.unfreeze()

@@ -12,7 +12,7 @@ from tests.serve.rig import Rig, with_section
 from tests.waiting import PATIENCE_S
 
 from kvroute import topology
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
 from kvroute.serve.assembly import Deployment, Gateway
 
 AWAY, HOME = "away-site", "home-site"
@@ -62,7 +62,7 @@ async def two_sites(
     section: str = OFFLOAD, text: str = TEXT, *, kv_scale: float = 1e-3, kv_timeout_s: float = KV_TIMEOUT_S
 ) -> AsyncIterator[Rig]:
     """Run engines of both sites, and a gateway with `section` in its settings."""
-    settings = EmulatedClusterSettings(kv_patience_s=kv_timeout_s, kv_scale=kv_scale)
+    settings = EmulatedClusterSpec(kv_patience_s=kv_timeout_s, kv_scale=kv_scale)
     async with EmulatedCluster(topology.parse(text), settings) as fleet:
         deployment = Deployment.of(with_section(section, text), "two.yaml", endpoints=fleet.ready().instances)
         gateway = Gateway(deployment, seed=1)

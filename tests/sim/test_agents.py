@@ -22,7 +22,7 @@ from kvroute.control import ControlSpec
 from kvroute.planner.comparison.requests import Workload
 from kvroute.sim.metrics import FINISHED, NOT_ARRIVED, REJECTED
 from kvroute.sim.run import simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import Agents, Trace, User, filter_lengths, read, read_any, rescale, take, window, write
 from kvroute.topology import load
 from kvroute.types import InputError, InputErrors
@@ -188,7 +188,7 @@ def test_a_turn_starts_after_all_responses_that_it_needs(
     users."""
     source = agents(written(tmp_path_factory.getbasetemp() / "waits.jsonl", *sessions))
     trace = source.closed_loop(users, seed=seed, think_max_s=think_max_s, ramp_s=3.0)
-    rows = simulate(SMALL, trace, ControlSpec(), SimSettings(), seed=seed).outcomes
+    rows = simulate(SMALL, trace, ControlSpec(), SimSpec(), seed=seed).outcomes
     assert set(rows.state.tolist()) <= {FINISHED, REJECTED}
     assert len(trace.requests) == source.turns
     assert Counter(request.input_tokens for request in trace.requests) == Counter(
@@ -260,8 +260,8 @@ def test_users_start_and_stop_at_their_times(tmp_path: Path) -> None:
     chains = list(itertools.accumulate([2, 1, 1, 1], ids.after, initial=list[int]()))
     turns = [turn(2.0 * k, chain, think=1.0) for k, chain in enumerate(chains[1:])]
     source = agents(written(tmp_path / "x", *({"id": n, "bs": BLOCK, "req": turns} for n in "ab")))
-    trace = source.played([User(0.0, (0,), until_s=3.0), User(10.0, (1,))], think_max_s=1.0)
-    rows = simulate(SMALL, trace, ControlSpec(), SimSettings()).outcomes
+    trace = source.varying_users([User(0.0, (0,), until_s=3.0), User(10.0, (1,))], think_max_s=1.0)
+    rows = simulate(SMALL, trace, ControlSpec(), SimSpec()).outcomes
     arrived = rows.state != NOT_ARRIVED
     assert rows.arrived_s[arrived & (rows.arrived_s < 10.0)].max() <= 3.0
     assert 0 < (arrived & (rows.arrived_s < 10.0)).sum() < 4

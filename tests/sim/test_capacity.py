@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.sim.network.capacity import Capacity, links_named
+from kvroute.sim.network.capacity import LinkCapacities, links_named
 from kvroute.sim.network.transfers import Fabric
-from kvroute.sim.settings import Background, CapacityChange, Fluctuation, SimSettings, WanTransport
+from kvroute.sim.settings import Background, CapacityChange, Fluctuation, SimSpec, WanTransport
 from kvroute.topology import parse
 from kvroute.types import CROSS_DATACENTER, InputError
 
@@ -36,9 +36,9 @@ BURSTS = Background(per_tier=(0, 0.2, 0.2, 0.2, 0.2), burst_per_tier=(0, 0, 0.5,
 
 def capacity(
     background: Background | None = None, seed: int = 0, *changes: CapacityChange, moves: tuple[Fluctuation, ...] = ()
-) -> Capacity:
+) -> LinkCapacities:
     """Return the capacity of the two sites."""
-    return Capacity(CLUSTER, background or Background(), seed, changes=changes, fluctuations=moves)
+    return LinkCapacities(CLUSTER, background or Background(), seed, changes=changes, fluctuations=moves)
 
 
 @settings(max_examples=15, deadline=None)
@@ -184,9 +184,9 @@ def test_one_connection_is_slower_than_the_link_and_eight_fill_it() -> None:
         (lambda: WanTransport(window_bytes=0.0), "wan.window_bytes"),
         (lambda: WanTransport(mss_bytes=float("nan")), "wan.mss_bytes"),
         (lambda: WanTransport(loss=1.0), "wan.loss"),
-        (lambda: SimSettings(stall_s=0.0), "stall_s"),
-        (lambda: SimSettings(review_s=float("inf")), "review_s"),
-        (lambda: SimSettings(role_switch_s=-1.0), "role_switch_s"),
+        (lambda: SimSpec(stall_s=0.0), "stall_s"),
+        (lambda: SimSpec(review_s=float("inf")), "review_s"),
+        (lambda: SimSpec(role_switch_s=-1.0), "role_switch_s"),
     ],
     ids=lambda wrong: wrong if isinstance(wrong, str) else "",
 )

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from kvroute.control import ControlSpec
 from kvroute.sim.agenda import Agenda
 from kvroute.sim.groups.chunked_prefill import ChunkedPrefill
-from kvroute.sim.groups.pipelines import Prompt
+from kvroute.sim.groups.pipelines import PipelinePrompt
 from kvroute.sim.metrics import FINISHED
 from kvroute.sim.run import simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import Trace, TracedRequest, generate
 from kvroute.timing import PrefillTime, prefill_time
 from kvroute.topology import Cluster, load
@@ -80,7 +80,7 @@ def run(prompts: list[Submitted], time: PrefillTime, step_tokens: int, prompts_m
         tokens = max(prompt.tokens - prompt.cached_tokens, 0)
         ended: Callable[[int], None] = lambda own: ends.setdefault(own, agenda.now)  # type: ignore[assignment]  # noqa: E731
         start = lambda own, _: begun.append(own)  # noqa: E731
-        engine.submit(Prompt(number, tokens, 0.0, start, ended, cached_tokens=prompt.cached_tokens))
+        engine.submit(PipelinePrompt(number, tokens, 0.0, start, ended, cached_tokens=prompt.cached_tokens))
 
     for number, prompt in enumerate(prompts):
         agenda.at(prompt.at, submit, number)
@@ -149,8 +149,7 @@ def test_a_scheduler_without_fields_changes_no_result() -> None:
     """All fields are optional, and their defaults are the engine without a scheduler."""
     trace = generate(60, seed=3)
     runs = [
-        simulate(cluster, trace, ControlSpec(decode="netkv"), SimSettings())
-        for cluster in (load(EXAMPLE), cluster_with())
+        simulate(cluster, trace, ControlSpec(decode="netkv"), SimSpec()) for cluster in (load(EXAMPLE), cluster_with())
     ]
     assert runs[0].outcomes.first_token_s.tolist() == runs[1].outcomes.first_token_s.tolist()
 
@@ -160,9 +159,9 @@ def test_a_simulation_uses_the_scheduler() -> None:
     request takes 50 ms more, and each transfer starts between steps."""
     trace = Trace("burst", tuple(TracedRequest(0.001 * n, 1_000, 20, (), 16) for n in range(12)))
     spec = ControlSpec(decode="netkv")
-    plain = simulate(cluster_with(), trace, spec, SimSettings()).outcomes
-    chunked = simulate(cluster_with(step_tokens=8192, step="20 ms"), trace, spec, SimSettings()).outcomes
-    later = simulate(cluster_with(decode_request="50 ms"), trace, spec, SimSettings()).outcomes
+    plain = simulate(cluster_with(), trace, spec, SimSpec()).outcomes
+    chunked = simulate(cluster_with(step_tokens=8192, step="20 ms"), trace, spec, SimSpec()).outcomes
+    later = simulate(cluster_with(decode_request="50 ms"), trace, spec, SimSpec()).outcomes
     assert chunked.prefill_finished_s.max() < plain.prefill_finished_s.max()
     assert len({round(end, 9) for end in chunked.prefill_finished_s}) < len({*plain.prefill_finished_s.round(9)})
     assert (later.first_token_s - plain.first_token_s).min() == pytest.approx(0.05, abs=0.02)
@@ -175,8 +174,8 @@ def test_transfers_between_steps_wait_for_busy_engines_only() -> None:
     iterations of 12.6 to 13.8 ms, and the mean of these waits is one and a half."""
     trace = Trace("long", tuple(TracedRequest(0.3 * n, 100, 900, (), 16) for n in range(150)))
     spec = ControlSpec(decode="round-robin")
-    at_once = simulate(cluster_with(), trace, spec, SimSettings()).outcomes
-    between = simulate(cluster_with(transfers="between-steps"), trace, spec, SimSettings()).outcomes
+    at_once = simulate(cluster_with(), trace, spec, SimSpec()).outcomes
+    between = simulate(cluster_with(transfers="between-steps"), trace, spec, SimSpec()).outcomes
     waits_s = between.landed_s - at_once.landed_s
     assert waits_s[:12] == pytest.approx(0.0, abs=1e-9)
     assert waits_s[12:].min() > 0.0126
@@ -188,7 +187,7 @@ def test_transfers_between_steps_wait_for_busy_engines_only() -> None:
 def test_every_request_ends_with_a_scheduler(transfer: str) -> None:
     """With prefixes, several policies of transfers, and everything that a scheduler has."""
     cluster = cluster_with(step_tokens=2048, step="10 ms", decode_request="5 ms", transfers="between-steps")
-    options = msgspec.convert({"transfer": transfer}, SimSettings)
+    options = msgspec.convert({"transfer": transfer}, SimSpec)
     run_ = simulate(cluster, generate(120, seed=5), ControlSpec(decode="foresight", prefill="cache-aware"), options)
     assert (run_.outcomes.state == FINISHED).all()
     assert (run_.outcomes.first_token_s > run_.outcomes.landed_s).all()
@@ -203,4 +202,4 @@ def test_bad_schedulers_are_refused() -> None:
     with pytest.raises(InputError, match=r"transfers"):
         cluster_with(transfers="sometimes")
     with pytest.raises(InputError, match=r"several pipeline stages"):
-        simulate(cluster_with({"tp": 2, "pp": 2}, step_tokens=512), generate(3, seed=1), ControlSpec(), SimSettings())
+        simulate(cluster_with({"tp": 2, "pp": 2}, step_tokens=512), generate(3, seed=1), ControlSpec(), SimSpec())

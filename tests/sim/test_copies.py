@@ -14,7 +14,7 @@ from kvroute.control.state.hotspots import CopySpec, HotspotSpec
 from kvroute.prefix import PrefixIndex
 from kvroute.sim.instances import KvMemory
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import CapacityChange, SimSettings
+from kvroute.sim.settings import CapacityChange, SimSpec
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import Cluster, parse
 from kvroute.types import CopyFinished, CopyPrefix, KvStored, Prefill
@@ -57,7 +57,7 @@ def prompt(at_s: float, extra: int = 0, document: int = 0, answer: int = 1) -> T
 
 
 def simulated(
-    path: Path, requests: tuple[TracedRequest, ...], spec: ControlSpec, assumed: SimSettings, memory: str = "50 GB"
+    path: Path, requests: tuple[TracedRequest, ...], spec: ControlSpec, assumed: SimSpec, memory: str = "50 GB"
 ) -> tuple[Run, list[LogRecord]]:
     """Return the run and its log."""
     with EventLog(path, LogHeader(cluster="", spec=spec)) as log:
@@ -78,7 +78,7 @@ def test_a_sibling_can_use_a_fetched_prefix_at_once(tmp_path: Path) -> None:
     document and prefills the next question."""
     cluster = sites()
     home = (prompt(0.0, document=1), prompt(0.1, document=2), prompt(0.2, document=3))
-    run, _ = simulated(tmp_path / "log", (*home, prompt(40.0, 4_000, 2), prompt(40.1, 400, 2)), POOL, SimSettings())
+    run, _ = simulated(tmp_path / "log", (*home, prompt(40.0, 4_000, 2), prompt(40.1, 400, 2)), POOL, SimSpec())
     rows = run.outcomes
     assert [cluster.instances[int(source)].name for source in rows.source] == ["f0", "p0", "p1", "p0", "p1"]
     assert rows.cached_tokens.tolist() == [0, 0, 0, TOKENS, TOKENS]
@@ -92,7 +92,7 @@ def test_without_fetches_every_instance_computes_its_own_prefix(tmp_path: Path) 
     """The requests are the same: the question waits 4 s for the previous one on the instance that has the document."""
     home = (prompt(0.0, document=1), prompt(0.1, document=2), prompt(0.2, document=3))
     spec = msgspec.structs.replace(POOL, prefix_pool=False)
-    run, _ = simulated(tmp_path / "log", (*home, prompt(40.0, 4_000, 2), prompt(40.1, 400, 2)), spec, SimSettings())
+    run, _ = simulated(tmp_path / "log", (*home, prompt(40.0, 4_000, 2), prompt(40.1, 400, 2)), spec, SimSpec())
     assert run.outcomes.prefill_started_s[4] == pytest.approx(44.0)
     assert run.summary.copied_prefixes.transfers == 0
 
@@ -105,7 +105,7 @@ def test_a_hot_prefix_is_copied_ahead_of_demand(tmp_path: Path) -> None:
     """The prefix is read repeatedly on f0: it is copied to p0 and p1 at 1 GB/s, and cached there when the last byte
     arrives. When f0 is busy, the next question finds the document at home and does not wait."""
     late = (prompt(59.0, 5_000), prompt(59.5, 200))
-    assumed = SimSettings(review_s=1.0)
+    assumed = SimSpec(review_s=1.0)
     run, records = simulated(tmp_path / "log", (prompt(0.0), *HOT, *late), AHEAD, assumed)
     orders = [(r.event.at, d) for r in records for d in r.decisions if isinstance(d, CopyPrefix)]
     assert [(order.source, order.target) for _, order in orders] == [("f0", "p0"), ("f0", "p1")]
@@ -127,7 +127,7 @@ def test_a_stalled_copy_is_removed_and_repeated(tmp_path: Path) -> None:
     """The path to home is cut during the copy, for longer than the stall limit."""
     cut = (CapacityChange(at_s=14.5, link="wan", share=0.0), CapacityChange(at_s=30.0, link="wan", share=1.0))
     more = tuple(prompt(31.0 + number, 50) for number in range(10))
-    assumed = SimSettings(review_s=1.0, changes=cut, stall_s=2.0, telemetry="tier")
+    assumed = SimSpec(review_s=1.0, changes=cut, stall_s=2.0, telemetry="tier")
     run, records = simulated(tmp_path / "log", (prompt(0.0), *HOT, *more), AHEAD, assumed)
     ends = [r.event for r in records if isinstance(r.event, CopyFinished)]
     failed = [end for end in ends if not end.landed]
@@ -143,7 +143,7 @@ def test_a_stalled_copy_is_removed_and_repeated(tmp_path: Path) -> None:
 
 def test_bytes_sent_before_the_end_of_the_run_are_accounted_for(tmp_path: Path) -> None:
     """No request waits for copies: the run ends with the last request, in the middle of a copy."""
-    run, records = simulated(tmp_path / "log", (prompt(0.0), *HOT[:2]), AHEAD, SimSettings(review_s=1.0))
+    run, records = simulated(tmp_path / "log", (prompt(0.0), *HOT[:2]), AHEAD, SimSpec(review_s=1.0))
     orders = [d for r in records for d in r.decisions if isinstance(d, CopyPrefix)]
     assert orders
     assert not [r for r in records if isinstance(r.event, CopyFinished)]
@@ -161,7 +161,7 @@ def test_a_copy_without_room_is_rejected_at_once(tmp_path: Path) -> None:
     other = tuple(prompt(12.2 + number, 100, 1) for number in range(8))
     first = (prompt(0.0), prompt(0.0, document=1))
     run, records = simulated(
-        tmp_path / "log", (*first, *sorted((*HOT, *other), key=_by_time)), AHEAD, SimSettings(review_s=1.0), "2 GB"
+        tmp_path / "log", (*first, *sorted((*HOT, *other), key=_by_time)), AHEAD, SimSpec(review_s=1.0), "2 GB"
     )
     orders = {d.copy_id: (r.event.at, d) for r in records for d in r.decisions if isinstance(d, CopyPrefix)}
     refused = [r.event for r in records if isinstance(r.event, CopyFinished) and not r.event.landed]
@@ -191,7 +191,7 @@ def test_copies_leave_no_memory_reserved(tmp_path: Path, fails: bool) -> None:
     """Each instance has room for one document: after the copies, for any outcome, another document fits."""
     cut = (CapacityChange(at_s=14.5, link="wan", share=0.0), CapacityChange(at_s=50.0, link="wan", share=1.0))
     others = tuple(prompt(60.0, document=number) for number in (1, 2, 3))
-    assumed = SimSettings(review_s=1.0, stall_s=2.0, telemetry="tier", changes=cut if fails else ())
+    assumed = SimSpec(review_s=1.0, stall_s=2.0, telemetry="tier", changes=cut if fails else ())
     _, records = simulated(tmp_path / "log", (prompt(0.0), *HOT, *others), AHEAD, assumed, "2 GB")
     events = [record.event for record in records]
     ends = [event for event in events if isinstance(event, CopyFinished) and event.at < 50.0]
@@ -211,7 +211,7 @@ def test_a_second_request_waits_for_a_copy_in_flight(tmp_path: Path) -> None:
         CapacityChange(at_s=99.0, link="node2 nic0 down", share=1.0),
     )
     for changes in ((), cut):
-        assumed = SimSettings(stall_s=1.0, changes=changes)
+        assumed = SimSpec(stall_s=1.0, changes=changes)
         run, records = simulated(tmp_path / "log", (*home, *questions), POOL, assumed)
         rows, cluster = run.outcomes, sites()
         waited = [d for r in records for d in r.decisions if isinstance(d, Prefill) and d.copy_id]
@@ -235,7 +235,7 @@ def test_a_fetch_without_room_is_skipped(tmp_path: Path) -> None:
     home = (prompt(0.0, document=1), prompt(0.1, document=2), prompt(0.2, document=3))
     shorter = msgspec.structs.replace(prompt(40.2, 300, 2), blocks=tuple(range(200, 200 + DEPTH - 1)))
     questions = (prompt(40.0, 9_000, 2), prompt(40.1, 400, 2), shorter)
-    run, records = simulated(tmp_path / "log", (*home, *questions), POOL, SimSettings(), "2 GB")
+    run, records = simulated(tmp_path / "log", (*home, *questions), POOL, SimSpec(), "2 GB")
     ends = [(r.event.copy_id, r.event.landed) for r in records if isinstance(r.event, CopyFinished)]
     assert ends == [(2, False), (1, True)]
     rows = run.outcomes

@@ -40,7 +40,7 @@ def test_an_instance_switches_its_role_only_when_drained(steps: list[str]) -> No
             busy += 1
         elif step == "give back" and busy:
             busy -= 1
-            over = engines.give_back(0)
+            over = engines.release(0)
         elif step in ("prefill", "decode"):
             wanted = "prefill" if step == "prefill" else "decode"
             over = engines.drain(0, wanted)

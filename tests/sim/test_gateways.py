@@ -14,7 +14,7 @@ from tests.cli.cli_rig import CLUSTER, EXAMPLES
 from kvroute.control import ControlSpec
 from kvroute.control.state.hotspots import CopySpec
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import load
 from kvroute.types import InputError
@@ -35,7 +35,7 @@ def trace(count: int, gap_s: float) -> Trace:
 
 def run(count: int, gap_s: float, policy: str = "netkv", seed: int = 0, **more: Any) -> Run:
     """Simulate some requests."""
-    return simulate(FABRIC, trace(count, gap_s), ControlSpec(decode=policy), SimSettings(**more), seed=seed)
+    return simulate(FABRIC, trace(count, gap_s), ControlSpec(decode=policy), SimSpec(**more), seed=seed)
 
 
 @settings(max_examples=12)
@@ -71,7 +71,7 @@ def test_gateways_without_exchange_choose_the_same_instances() -> None:
     """Herding: gateways that do not know of each other take longer than those that do, and the delay is between."""
     means = [
         simulate(
-            LARGE, trace(200, 0.3), ControlSpec(decode="netkv"), SimSettings(gateways=8, sync_s=sync_s)
+            LARGE, trace(200, 0.3), ControlSpec(decode="netkv"), SimSpec(gateways=8, sync_s=sync_s)
         ).summary.ttft_s.mean
         or 0.0
         for sync_s in (0.0, 0.8, None)
@@ -84,6 +84,6 @@ def test_features_whose_state_is_not_exchanged_are_refused() -> None:
     """The message names the feature."""
     spec = msgspec.structs.replace(ControlSpec(), copies=CopySpec())
     with pytest.raises(InputError, match="several gateways are not simulated with `copies`"):
-        simulate(FABRIC, trace(3, 0.1), spec, SimSettings(gateways=2))
+        simulate(FABRIC, trace(3, 0.1), spec, SimSpec(gateways=2))
     with pytest.raises(InputError, match="0 gateways"):
-        SimSettings(gateways=0)
+        SimSpec(gateways=0)

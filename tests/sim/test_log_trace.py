@@ -21,7 +21,7 @@ from kvroute.cli.app import main
 from kvroute.control import ControlSpec, LogHeader
 from kvroute.control.log import EventLog, read_log
 from kvroute.sim.run import simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import Trace, TracedRequest, read, write
 from kvroute.topology import parse
 from kvroute.types import Arrived, Event, Finished, InputError, InputErrors, InstanceDown, Request
@@ -46,7 +46,7 @@ def traces(draw: st.DrawFn) -> Trace:
 def recorded(trace: Trace, text: str, path: Path) -> bytes:
     """Return the log of a simulated run."""
     with EventLog(path, LogHeader(cluster=text, spec=SPEC)) as log:
-        simulate(parse(text), trace, SPEC, SimSettings(), log=log)
+        simulate(parse(text), trace, SPEC, SimSpec(), log=log)
     return path.read_bytes()
 
 

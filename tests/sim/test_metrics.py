@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvroute.control import ControlSpec
 from kvroute.sim.metrics import FINISHED, IN_FLIGHT, NOT_ARRIVED, REJECTED, Outcomes, Spread, Summary, summarise, window
 from kvroute.sim.run import simulate
-from kvroute.sim.settings import SimSettings, Slo
+from kvroute.sim.settings import SimSpec, Slo
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import parse
 from kvroute.types import InputError
@@ -56,7 +56,7 @@ def tables(draw: st.DrawFn) -> Outcomes:
 
 
 assumptions = st.builds(
-    SimSettings,
+    SimSpec,
     warmup_s=st.floats(0, 60),
     measure_s=st.none() | st.floats(1, 80),
     slo=st.builds(Slo, ttft_s=st.floats(0.1, 60), tpot_s=st.none() | st.floats(0.1, 20)),
@@ -65,9 +65,9 @@ assumptions = st.builds(
 some = settings(max_examples=60, deadline=None)
 
 
-def summary_of(rows: Outcomes, assumed: SimSettings | None = None) -> Summary:
+def summary_of(rows: Outcomes, assumed: SimSpec | None = None) -> Summary:
     """Return the summary without data of links."""
-    assumed = assumed or SimSettings()
+    assumed = assumed or SimSpec()
     return summarise(
         rows, assumed, policy="netkv", seed=0, link_load={}, busiest_links=(), wall_s=0.0, cpu_s=0.0, decision_s=None
     )
@@ -75,7 +75,7 @@ def summary_of(rows: Outcomes, assumed: SimSettings | None = None) -> Summary:
 
 @some
 @given(tables(), assumptions)
-def test_parts_of_the_mean_ttft_add_up_to_it(rows: Outcomes, assumed: SimSettings) -> None:
+def test_parts_of_the_mean_ttft_add_up_to_it(rows: Outcomes, assumed: SimSpec) -> None:
     """The parts are wait, prefill, transfer, queue and first step; either all exist or none."""
     summary = summary_of(rows, assumed)
     parts = msgspec.structs.astuple(summary.ttft_parts_s)
@@ -88,7 +88,7 @@ def test_parts_of_the_mean_ttft_add_up_to_it(rows: Outcomes, assumed: SimSetting
 
 @some
 @given(tables(), assumptions)
-def test_counts_and_shares_equal_a_count_by_row(rows: Outcomes, assumed: SimSettings) -> None:
+def test_counts_and_shares_equal_a_count_by_row(rows: Outcomes, assumed: SimSpec) -> None:
     """The reference counts row by row in plain Python: measured rows, good rows, and the duration."""
     summary = summary_of(rows, assumed)
     counts = summary.requests
@@ -109,7 +109,7 @@ def test_counts_and_shares_equal_a_count_by_row(rows: Outcomes, assumed: SimSett
         assert summary.throughput_per_s == pytest.approx(finished / assumed.measure_s)
     placed = [row for row in inside if np.isfinite(rows.landed_s[row])]
     sent = [row for row in placed if rows.source[row] != rows.target[row]]
-    assert summary.alone_share == pytest.approx(1 - len(sent) / len(placed) if placed else 0.0)
+    assert summary.aggregated_share == pytest.approx(1 - len(sent) / len(placed) if placed else 0.0)
     transfers_s = [rows.landed_s[row] - rows.prefill_finished_s[row] for row in sent]
     assert summary.transfer_s.mean == (pytest.approx(np.mean(transfers_s)) if sent else None)
     for tier, share in summary.tier_share.items():
@@ -129,7 +129,7 @@ def _good(rows: Outcomes, row: int, slo: Slo) -> bool:
 
 @some
 @given(tables(), assumptions)
-def test_a_summary_is_json_without_nan(rows: Outcomes, assumed: SimSettings) -> None:
+def test_a_summary_is_json_without_nan(rows: Outcomes, assumed: SimSpec) -> None:
     """Every number is finite or null, and the summary reads back equal."""
     summary = summary_of(rows, assumed)
     json.dumps(msgspec.to_builtins(summary), allow_nan=False)
@@ -185,7 +185,7 @@ def test_empty_rows_have_not_arrived() -> None:
 def test_invalid_settings_are_rejected(wrong: dict[str, float], problem: str) -> None:
     """The values are negative, not a number, or infinite."""
     with pytest.raises(InputError, match=problem):
-        SimSettings(**wrong)  # type: ignore[arg-type]  # one field each
+        SimSpec(**wrong)  # type: ignore[arg-type]  # one field each
     with pytest.raises(InputError, match=r"slo\.tpot_s"):
         Slo(tpot_s=0.0)
 
@@ -218,7 +218,7 @@ def test_the_router_does_not_rely_on_prefixes_that_a_full_instance_dropped() -> 
     again = [request(100.0 + k, 600, 1, (10 * k, 10 * k + 1)) for k in range(30)]
     trace = Trace(name="back", requests=(*first, *again))
     for policy in ("round-robin", "cache-aware", "netkv"):
-        run = simulate(parse(SMALL), trace, ControlSpec(decode=policy), SimSettings(prefill_queueing=False))
+        run = simulate(parse(SMALL), trace, ControlSpec(decode=policy), SimSpec(prefill_queueing=False))
         assert run.summary.requests.in_flight == 0
         assert (run.outcomes.state[30:] == FINISHED).all()
         assert 0 < run.outcomes.hit_tokens[30:].sum() < 30 * 600
@@ -231,20 +231,20 @@ def test_a_run_names_what_it_cannot_simulate() -> None:
         "{name: p1,", "{name: p1, model: qwen3-32b,"
     )
     with pytest.raises(InputError, match="serves llama-3-70b, qwen3-32b"):
-        simulate(parse(two_models), trace, ControlSpec(), SimSettings())
+        simulate(parse(two_models), trace, ControlSpec(), SimSpec())
     mixed = Trace(name="mixed", requests=(request(0, 600, 1, (1, 2), 512), request(0, 32, 1, (1, 2), 16)))
     with pytest.raises(InputError, match="mixed: the trace has prefix blocks of 16 and 512 tokens"):
-        simulate(parse(SMALL), mixed, ControlSpec(), SimSettings())
+        simulate(parse(SMALL), mixed, ControlSpec(), SimSpec())
     with pytest.raises(InputError, match="role 'both'"):
         simulate(
-            parse(SMALL.replace("name: d1, role: decode", "name: d1, role: both")), trace, ControlSpec(), SimSettings()
+            parse(SMALL.replace("name: d1, role: decode", "name: d1, role: both")), trace, ControlSpec(), SimSpec()
         )
 
 
 def test_until_ends_the_run_at_its_time() -> None:
     """At 0.01 s the only prompt is being prefilled, and the second one has not arrived."""
     trace = Trace(name="two", requests=(request(0.0, 600, 1), request(1.0, 600, 1)))
-    run = simulate(parse(SMALL), trace, ControlSpec(), SimSettings(until_s=0.01))
+    run = simulate(parse(SMALL), trace, ControlSpec(), SimSpec(until_s=0.01))
     counts = run.summary.requests
     assert (counts.arrived, counts.in_flight) == (1, 1)
     assert run.outcomes.state.tolist() == [IN_FLIGHT, NOT_ARRIVED]

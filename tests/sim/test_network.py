@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.sim.network.capacity import Capacity
+from kvroute.sim.network.capacity import LinkCapacities
 from kvroute.sim.network.transfers import Fabric
 from kvroute.sim.settings import Background
 from kvroute.topology import Cluster, parse
@@ -45,7 +45,7 @@ shares = st.sampled_from([0.0, 0.25, 0.5, 0.9])
 
 def fabric(cluster: Cluster, background: Background | None = None, seed: int = 0) -> Fabric:
     """Return a fabric with idle links."""
-    return Fabric(cluster, Capacity(cluster, background or Background(), seed), seed)
+    return Fabric(cluster, LinkCapacities(cluster, background or Background(), seed), seed)
 
 
 def transfer_s(cluster: Cluster, links: Fabric, target: str, nbytes: float, request: int = 0) -> float:

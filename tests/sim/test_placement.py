@@ -10,9 +10,9 @@ from tests.examples import EXAMPLES
 
 from kvroute.control import ControlSpec, LogHeader, decisions_equal, replay
 from kvroute.control.log import EventLog, read_log
-from kvroute.sim.placement import Tenancy, Tenant
+from kvroute.sim.placement import SimulatedTenancy, Tenant
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import load, parse
 from kvroute.types import Arrived, Decode, Finished, InputError, Prefill, Reject, Request
@@ -44,8 +44,8 @@ def ran(
 ) -> Run:
     """Simulate two tenants of equal weight."""
     tenants = tuple(Tenant(name, ttft_max_s=slo_s) for name in ("flood", "small"))
-    tenancy = Tenancy(tenants, found[1], work_s=work_s)
-    return simulate(CLUSTER, found[0], spec, SimSettings(), tenancy=tenancy, log=log)
+    tenancy = SimulatedTenancy(tenants, found[1], work_s=work_s)
+    return simulate(CLUSTER, found[0], spec, SimSpec(), tenancy=tenancy, log=log)
 
 
 def test_a_queue_for_one_tenant_changes_no_time() -> None:
@@ -116,6 +116,6 @@ def test_a_refused_request_leaves_no_booking() -> None:
 def test_tenants_need_one_gateway() -> None:
     """A queue asks the view of one core."""
     found = trace(flood_per_s=1.0)
-    tenancy = Tenancy((Tenant("one"), Tenant("two")), found[1])
+    tenancy = SimulatedTenancy((Tenant("one"), Tenant("two")), found[1])
     with pytest.raises(InputError, match="one gateway"):
-        simulate(CLUSTER, found[0], ControlSpec(), SimSettings(gateways=2), tenancy=tenancy)
+        simulate(CLUSTER, found[0], ControlSpec(), SimSpec(gateways=2), tenancy=tenancy)

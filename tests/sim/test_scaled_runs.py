@@ -14,7 +14,7 @@ from kvroute.policies.fleet.autoscaling import ScalingSpec
 from kvroute.policies.fleet.replicas import ReplicaBounds, ReplicaTarget
 from kvroute.sim.run import Run, simulate
 from kvroute.sim.scaling import QueueScaler
-from kvroute.sim.settings import QueueRule, ScalingRun, SimSettings, Slo
+from kvroute.sim.settings import QueueRule, ScalingRun, SimSpec, Slo
 from kvroute.sim.workload import Trace, generate
 from kvroute.sim.workload.diurnal import with_rates
 from kvroute.topology import load
@@ -37,14 +37,14 @@ def spec() -> ControlSpec:
     return ControlSpec(overcommit=True, scaling=scaling)
 
 
-def played(first: tuple[int, int] = (1, 1), queue: QueueRule | None = None, seed: int = 0, **more: object) -> Run:
+def simulated(first: tuple[int, int] = (1, 1), queue: QueueRule | None = None, seed: int = 0, **more: object) -> Run:
     scaling = ScalingRun(prefill=first[0], decode=first[1], queue=queue, startup_s=30.0)
     core = ControlSpec(overcommit=True) if queue is not None else spec()
-    return simulate(CLUSTER, requests(seed), core, SimSettings(slo=SLO, scaling=scaling), seed=seed, **more)  # type: ignore[arg-type]
+    return simulate(CLUSTER, requests(seed), core, SimSpec(slo=SLO, scaling=scaling), seed=seed, **more)  # type: ignore[arg-type]
 
 
 def test_instances_follow_the_rate_and_every_request_ends() -> None:
-    run = played()
+    run = simulated()
     assert run.summary.requests.finished == run.summary.requests.arrived
     prefill = [count for _, count, _ in run.instances]
     assert max(prefill) > 1
@@ -53,7 +53,7 @@ def test_instances_follow_the_rate_and_every_request_ends() -> None:
 
 
 def test_gpu_hours_are_those_of_the_instances_that_run() -> None:
-    run = played()
+    run = simulated()
     last_s = float(run.outcomes.arrived_s.max())
     ends = [at for at, *_ in run.instances[1:]] + [last_s]
     serving_s = sum(
@@ -66,8 +66,8 @@ def test_gpu_hours_are_those_of_the_instances_that_run() -> None:
 def test_the_same_seed_gives_the_same_run_and_its_log_replays(tmp_path: Path) -> None:
     path = tmp_path / "run.log"
     with EventLog(path, LogHeader(cluster=TEXT, spec=spec())) as log:
-        first = played(log=log)
-    again = played()
+        first = simulated(log=log)
+    again = simulated()
     assert (first.gpu_hours, first.instances) == (again.gpu_hours, again.instances)
     header, found_records = read_log(path)
     records = list(found_records)
@@ -78,23 +78,23 @@ def test_the_same_seed_gives_the_same_run_and_its_log_replays(tmp_path: Path) ->
 
 
 def test_the_queue_rule_follows_the_rate_too() -> None:
-    run = played(queue=QueueRule(prefill=2.0, decode=20.0))
+    run = simulated(queue=QueueRule(prefill=2.0, decode=20.0))
     assert run.summary.requests.finished == run.summary.requests.arrived
     assert max(count for _, count, _ in run.instances) > 1
 
 
 def test_a_fixed_number_stays() -> None:
     scaling = ScalingRun(prefill=3, decode=2)
-    run = simulate(CLUSTER, requests(), ControlSpec(overcommit=True), SimSettings(slo=SLO, scaling=scaling), seed=0)
+    run = simulate(CLUSTER, requests(), ControlSpec(overcommit=True), SimSpec(slo=SLO, scaling=scaling), seed=0)
     assert run.instances == ((0.0, 3, 2),)
     assert run.gpu_hours == pytest.approx(5 * 4 * float(run.outcomes.arrived_s.max()) / 3600)
 
 
 def test_a_number_that_the_cluster_lacks_is_refused() -> None:
     with pytest.raises(InputError, match="5 prefill instances serve at the start"):
-        played((5, 1))
+        simulated((5, 1))
     with pytest.raises(InputError, match="gateways"):
-        SimSettings(gateways=2, scaling=ScalingRun(prefill=1, decode=1))
+        SimSpec(gateways=2, scaling=ScalingRun(prefill=1, decode=1))
     with pytest.raises(InputError, match="queue length"):
         ScalingRun(prefill=1, decode=1, queue=QueueRule(prefill=0.0, decode=1.0))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvroute.control import ControlSpec
 from kvroute.policies import NO_BOUND
 from kvroute.sim.run import simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import PROFILES, apply_profile, generate, rescale, take
 from kvroute.topology import parse
 from kvroute.topology.drafts.draft import draft
@@ -22,7 +22,7 @@ def mean_ttft_s(**parameters: float) -> float:
     )
     trace = rescale(take(apply_profile(generate(1_500, rate_per_s=3.4, seed=3), PROFILES["chatbot"]), 250), 2.46)
     spec = ControlSpec(parameters=parameters)
-    mean_s = simulate(parse(text), trace, spec, SimSettings(), seed=3).summary.ttft_s.mean
+    mean_s = simulate(parse(text), trace, spec, SimSpec(), seed=3).summary.ttft_s.mean
     assert mean_s is not None
     return mean_s
 
@@ -32,4 +32,4 @@ def test_first_tokens_do_not_wait_for_a_network_that_is_too_slow() -> None:
     delays, and a tenth of that of pairs."""
     default_s, unlimited_s = mean_ttft_s(), mean_ttft_s(token_delay_max=NO_BOUND)
     assert default_s <= 3 * unlimited_s
-    assert default_s <= 0.1 * mean_ttft_s(alone=0)
+    assert default_s <= 0.1 * mean_ttft_s(aggregated=0)

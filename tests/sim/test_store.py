@@ -14,7 +14,7 @@ from kvroute.control import ControlSpec, LogHeader, decisions_equal, replay
 from kvroute.control.log import EventLog, read_log
 from kvroute.llm import model
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import Loop, Trace, TracedRequest
 from kvroute.topology import Cluster, parse
 from kvroute.types import Decision, Decode, Event, KvStored, PrefillFinished, ReadFinished, ReadKv
@@ -60,14 +60,14 @@ def agents(
 
 
 def run(reads: str, trace: Trace, *, buffer: str = "80 GB", log: EventLog | None = None) -> Run:
-    return simulate(cluster(reads, buffer), trace, SPEC, SimSettings(), log=log)
+    return simulate(cluster(reads, buffer), trace, SPEC, SimSpec(), log=log)
 
 
 def logged(folder: Path, reads: str, trace: Trace, buffer: str = "80 GB") -> tuple[Run, list[Event], list[Decision]]:
     """Return a run with its events and decisions, which another core repeats."""
     path, here = folder / f"{reads}.log", cluster(reads, buffer)
     with EventLog(path, LogHeader(cluster="", spec=SPEC)) as log:
-        done = simulate(here, trace, SPEC, SimSettings(), log=log)
+        done = simulate(here, trace, SPEC, SimSpec(), log=log)
     _, records = read_log(path)
     read = list(records)
     assert all(decisions_equal(record.decisions, again) for record, again in replay(SPEC.build(here), iter(read)))
@@ -204,7 +204,7 @@ def test_the_bandwidth_of_the_whole_store_limits_all_nodes_together(reads: str) 
 
     def limited(bytes_per_s: float) -> Run:
         text = TEXT.replace("buffer: BUFFER", f"buffer: 80 GB, bandwidth: {bytes_per_s / 1e9} GB/s")
-        return simulate(parse(text.replace("READS", reads)), trace, SPEC, SimSettings())
+        return simulate(parse(text.replace("READS", reads)), trace, SPEC, SimSpec())
 
     free, wide, narrow = run(reads, trace), limited(3 * NIC_BYTES_PER_S), limited(NIC_BYTES_PER_S)
     assert wide.end_s == pytest.approx(free.end_s)

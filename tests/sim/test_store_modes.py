@@ -14,7 +14,7 @@ from kvroute.llm import model
 from kvroute.policies.storage.dualpath import ABLATION
 from kvroute.policies.storage.dualpath_kernels import AttentionCost
 from kvroute.sim.run import simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.storage.run import run_agents
 from kvroute.sim.storage.spec import AgentRun, ServedModel, StorageCluster
 from kvroute.sim.workload import Loop, Trace, TracedRequest
@@ -60,7 +60,7 @@ def by_flows(reads: str, agents: int, turns: int, nic_gbps: int) -> float:
     think_s = tuple(THINK_S if earlier else 0.0 for earlier in after)
     trace = Trace("agents", tuple(requests), loop=Loop(tuple(after), think_s, (math.inf,) * len(requests)))
     cluster = parse(TEXT.replace("READS", reads).replace("RATE", f"{nic_gbps} Gbps"))
-    done = simulate(cluster, trace, ControlSpec(prefill="cache-aware"), SimSettings())
+    done = simulate(cluster, trace, ControlSpec(prefill="cache-aware"), SimSpec())
     return float(done.outcomes.finished_s.max())
 
 

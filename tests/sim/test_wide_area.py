@@ -11,10 +11,10 @@ import pytest
 from kvroute.control import ControlSpec, LogHeader
 from kvroute.control.log import EventLog, read_log
 from kvroute.policies.fleet.offload import OffloadSpec
-from kvroute.sim.network.capacity import Capacity
+from kvroute.sim.network.capacity import LinkCapacities
 from kvroute.sim.network.transfers import Fabric
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import Background, CapacityChange, SimSettings, WanTransport
+from kvroute.sim.settings import Background, CapacityChange, SimSpec, WanTransport
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import parse
 from kvroute.types import (
@@ -43,7 +43,7 @@ instances:
   - {name: d1, role: decode, gpus: "node1:4-7", ENDPOINT}
 """
 SGLANG = 'endpoint: {url: "http://10.0.0.1:1", protocol: sglang, bootstrap: "10.0.0.1:2"}'
-JOINT = parse(TEXT.replace("ENDPOINT", SGLANG))
+AT_ARRIVAL = parse(TEXT.replace("ENDPOINT", SGLANG))
 LATER = parse(TEXT.replace(", ENDPOINT", ""))
 SPEC = ControlSpec(decode="round-robin", prefill_cache=False)
 TOKEN_BYTES = 131_072
@@ -61,17 +61,17 @@ def cut(*at_s: float) -> tuple[CapacityChange, ...]:
     return tuple(CapacityChange(at_s=at, link="wan", share=float(number % 2)) for number, at in enumerate(at_s))
 
 
-def simulated(path: Path, assumed: SimSettings, *, joint: bool = True, trace: Trace = ONE) -> tuple[Run, list[Event]]:
+def simulated(path: Path, assumed: SimSpec, *, at_arrival: bool = True, trace: Trace = ONE) -> tuple[Run, list[Event]]:
     """Return the run and the events that the router received."""
     with EventLog(path, LogHeader(cluster="", spec=SPEC)) as log:
-        run = simulate(JOINT if joint else LATER, trace, SPEC, assumed, log=log)
+        run = simulate(AT_ARRIVAL if at_arrival else LATER, trace, SPEC, assumed, log=log)
     return run, [record.event for record in read_log(path)[1]]
 
 
-@pytest.mark.parametrize("joint", [True, False], ids=["early", "late"])
-def test_serial_transfers_start_when_the_prefill_ends(tmp_path: Path, joint: bool) -> None:
+@pytest.mark.parametrize("at_arrival", [True, False], ids=["early", "late"])
+def test_serial_transfers_start_when_the_prefill_ends(tmp_path: Path, at_arrival: bool) -> None:
     """The target is chosen with the prefill or after it: 2 s, 2.62 s and 5 ms; llama has no other state."""
-    run, _ = simulated(tmp_path / "run.log", SimSettings(), joint=joint)
+    run, _ = simulated(tmp_path / "run.log", SimSpec(), at_arrival=at_arrival)
     assert run.outcomes.landed_s[0] == pytest.approx(2.0 + SENT_S + 0.005)
     assert run.outcomes.kv_bytes[0] == TOKENS * TOKEN_BYTES
 
@@ -79,15 +79,15 @@ def test_serial_transfers_start_when_the_prefill_ends(tmp_path: Path, joint: boo
 def test_a_layerwise_transfer_hides_all_but_the_last_layer(tmp_path: Path) -> None:
     """Prefill produces 1.31 GB/s and the link carries 1: it is busy from the first of 32 layers on, and ends 2.62 s
     later."""
-    assumed = SimSettings(transfer="layerwise")
+    assumed = SimSpec(transfer="layerwise")
     assert simulated(tmp_path / "a", assumed)[0].outcomes.landed_s[0] == pytest.approx(2 / 32 + SENT_S + 0.005)
-    assert simulated(tmp_path / "b", assumed, joint=False)[0].outcomes.landed_s[0] == pytest.approx(2.005 + SENT_S)
+    assert simulated(tmp_path / "b", assumed, at_arrival=False)[0].outcomes.landed_s[0] == pytest.approx(2.005 + SENT_S)
 
 
 def test_measured_transfers_count_from_their_first_byte(tmp_path: Path) -> None:
     """A connector would report the bytes over the time in flight, including the time of the prefill."""
     late = TracedRequest(at_s=9.0, input_tokens=1, output_tokens=1, blocks=(), block_tokens=16)
-    assumed = SimSettings(transfer="layerwise", measures_transfers=True, telemetry="none")
+    assumed = SimSpec(transfer="layerwise", measures_transfers=True, telemetry="none")
     _, events = simulated(tmp_path / "run.log", assumed, trace=Trace(name="two", requests=(*ONE.requests, late)))
     measured = [event for event in events if isinstance(event, TransferMeasured)]
     assert measured[0].kv_bytes == TOKENS * TOKEN_BYTES
@@ -96,10 +96,10 @@ def test_measured_transfers_count_from_their_first_byte(tmp_path: Path) -> None:
 
 def test_a_transfer_waits_until_its_link_recovers(tmp_path: Path) -> None:
     """With a cut of 3 s in the middle it ends 3 s later; at half capacity from the start it takes twice as long."""
-    run, _ = simulated(tmp_path / "a", SimSettings(changes=cut(3.0, 6.0)))
+    run, _ = simulated(tmp_path / "a", SimSpec(changes=cut(3.0, 6.0)))
     assert run.outcomes.landed_s[0] == pytest.approx(5.005 + SENT_S)
     half = (CapacityChange(at_s=0.0, link="away to home", share=0.5),)
-    run, _ = simulated(tmp_path / "b", SimSettings(changes=half))
+    run, _ = simulated(tmp_path / "b", SimSpec(changes=half))
     assert run.outcomes.landed_s[0] == pytest.approx(2.005 + 2 * SENT_S)
     assert run.summary.failed_transfers.transfers == 0
 
@@ -107,7 +107,7 @@ def test_a_transfer_waits_until_its_link_recovers(tmp_path: Path) -> None:
 def test_a_stalled_transfer_fails_and_its_request_restarts(tmp_path: Path) -> None:
     """The transfer sends for 1 s, is cut at 3 s and abandoned at 5 s; the prompt is prefilled again until 7 s and sent
     again: 1 GB was lost."""
-    run, events = simulated(tmp_path / "run.log", SimSettings(changes=cut(3.0, 6.5), stall_s=2.0))
+    run, events = simulated(tmp_path / "run.log", SimSpec(changes=cut(3.0, 6.5), stall_s=2.0))
     rows, failed = run.outcomes, run.summary.failed_transfers
     assert [event for event in events if isinstance(event, DecodeFailed)] == [DecodeFailed(5.0, 0, kv_lost=True)]
     assert (rows.prefill_started_s[0], rows.prefill_finished_s[0]) == (5.0, 7.0)
@@ -120,7 +120,7 @@ def test_a_stalled_transfer_fails_and_its_request_restarts(tmp_path: Path) -> No
 
 def test_a_link_that_recovers_in_time_fails_no_transfer(tmp_path: Path) -> None:
     """Two cuts of 1.5 s each, half a second apart, do not count as one of 2 s."""
-    run, _ = simulated(tmp_path / "run.log", SimSettings(changes=cut(2.5, 4.0, 4.5, 6.0), stall_s=2.0))
+    run, _ = simulated(tmp_path / "run.log", SimSpec(changes=cut(2.5, 4.0, 4.5, 6.0), stall_s=2.0))
     assert run.summary.failed_transfers.transfers == 0
     assert run.outcomes.landed_s[0] == pytest.approx(5.005 + SENT_S)
 
@@ -128,7 +128,7 @@ def test_a_link_that_recovers_in_time_fails_no_transfer(tmp_path: Path) -> None:
 def test_a_stalled_layerwise_transfer_is_abandoned_after_its_prefill(tmp_path: Path) -> None:
     """The transfer is cut at 0.5 s and would fail at 1.5 s; the prompt is computed nevertheless until 2 s, and again
     until 4 s."""
-    assumed = SimSettings(transfer="layerwise", changes=cut(0.5, 3.0), stall_s=1.0)
+    assumed = SimSpec(transfer="layerwise", changes=cut(0.5, 3.0), stall_s=1.0)
     run, events = simulated(tmp_path / "run.log", assumed)
     assert [event.at for event in events if isinstance(event, DecodeFailed)] == [2.0]
     assert run.outcomes.landed_s[0] == pytest.approx(3.0 + SENT_S + 0.005)
@@ -137,7 +137,7 @@ def test_a_stalled_layerwise_transfer_is_abandoned_after_its_prefill(tmp_path: P
 @pytest.mark.parametrize("telemetry", ["tier", "link"])
 def test_a_cut_looks_like_other_traffic_in_the_telemetry(tmp_path: Path, telemetry: str) -> None:
     """From the refresh after the cut to the one after its end, nearly all of the link is reported as used."""
-    assumed = SimSettings(
+    assumed = SimSpec(
         changes=cut(2.5, 4.5),
         telemetry="tier" if telemetry == "tier" else "link",
         background=Background(per_tier=(0, 0, 0, 0, 0.25)),
@@ -156,8 +156,8 @@ def test_a_cut_without_an_end_is_rejected() -> None:
     """The run would never end; a run with an end time is allowed."""
     for_good = cut(3.0)
     with pytest.raises(InputError, match="'away to home #0 up' is cut permanently"):
-        simulate(JOINT, ONE, SPEC, SimSettings(changes=for_good))
-    run = simulate(JOINT, ONE, SPEC, SimSettings(changes=for_good, until_s=60.0, stall_s=5.0))
+        simulate(AT_ARRIVAL, ONE, SPEC, SimSpec(changes=for_good))
+    run = simulate(AT_ARRIVAL, ONE, SPEC, SimSpec(changes=for_good, until_s=60.0, stall_s=5.0))
     assert (run.summary.requests.in_flight, run.end_s <= 60.0) == (1, True)
 
 
@@ -166,17 +166,17 @@ def test_a_prompt_without_output_releases_its_bookings() -> None:
     nothing = TracedRequest(at_s=0.0, input_tokens=TOKENS, output_tokens=0, blocks=(), block_tokens=16)
     trace = Trace(name="none", requests=(nothing,) * 30)
     small = parse(TEXT.replace("ENDPOINT", SGLANG).replace("50 GB", "3 GB"))
-    run = simulate(small, trace, SPEC, SimSettings(transfer="layerwise", prefill_queueing=False))
+    run = simulate(small, trace, SPEC, SimSpec(transfer="layerwise", prefill_queueing=False))
     assert run.network_bytes == 0.0
     assert run.summary.requests.finished + run.summary.requests.rejected == 30
     after = TracedRequest(at_s=100.0, input_tokens=TOKENS, output_tokens=1, blocks=(), block_tokens=16)
-    late = simulate(small, Trace(name="late", requests=(*trace.requests, after)), SPEC, SimSettings())
+    late = simulate(small, Trace(name="late", requests=(*trace.requests, after)), SPEC, SimSpec())
     assert late.outcomes.landed_s[30] > 100.0
 
 
 def test_copies_share_the_links_and_are_counted_separately() -> None:
     """A prefix of 1 GB between the sites runs beside a KV cache of 1 GB; each is counted separately."""
-    links = Fabric(LATER, Capacity(LATER, Background(), 0), 0, WanTransport(connections=4))
+    links = Fabric(LATER, LinkCapacities(LATER, Background(), 0), 0, WanTransport(connections=4))
     source, target = LATER.index("p0"), LATER.index("d0")
     links.send(0, source, target, 1e9)
     links.send(1, target, source, 1e9, kind="copy")
@@ -210,7 +210,7 @@ copied there."""
 def test_a_prefill_waits_for_its_prefix_copy() -> None:
     """The copy takes 0.2 s for 0.2 GB and 5 ms; then the 8,704 uncached tokens are computed. The copied bytes are
     counted separately."""
-    run = simulate(FOUR, COPIED, OFFLOAD, SimSettings())
+    run = simulate(FOUR, COPIED, OFFLOAD, SimSpec())
     rows, copied = run.outcomes, run.summary.copied_prefixes
     assert [FOUR.instances[int(source)].name for source in rows.source] == ["p1", "p0"]
     assert rows.prefill_started_s[1] == pytest.approx(100.005 + PREFIX_S)
@@ -228,7 +228,7 @@ def test_a_source_that_queues_copies_like_prompts_sends_them_in_turn(queues: boo
     assert OFFLOAD.offload is not None
     offload = msgspec.structs.replace(OFFLOAD.offload, copy_queues=queues)
     trace = Trace(name="queued", requests=(BEGUN, own, LONG))
-    run = simulate(FOUR, trace, msgspec.structs.replace(OFFLOAD, offload=offload), SimSettings())
+    run = simulate(FOUR, trace, msgspec.structs.replace(OFFLOAD, offload=offload), SimSpec())
     rows = run.outcomes
     assert [FOUR.instances[int(source)].name for source in rows.source] == ["p1", "p1", "p0"]
     assert rows.prefill_finished_s[1] == pytest.approx(100.1)
@@ -242,7 +242,7 @@ def test_a_stalled_copy_is_skipped() -> None:
         CapacityChange(at_s=50.0, link="home to away", share=0.0),
         CapacityChange(at_s=200.0, link="home to away", share=1.0),
     )
-    run = simulate(FOUR, COPIED, OFFLOAD, SimSettings(changes=cut_off, stall_s=2.0, telemetry="none"))
+    run = simulate(FOUR, COPIED, OFFLOAD, SimSpec(changes=cut_off, stall_s=2.0, telemetry="none"))
     rows, copied = run.outcomes, run.summary.copied_prefixes
     assert rows.prefill_started_s[1] == 102.0
     assert rows.prefill_finished_s[1] == pytest.approx(102.0 + 10_240 * 1e-4)
@@ -255,7 +255,7 @@ def test_memory_of_a_failed_transfer_is_free_for_others() -> None:
     """There is room for one request: the next one needs what the first one released when its path was cut."""
     small = parse(WIDER.replace("50 GB", "3 GB").replace('  - {name: d1, role: decode, gpus: "node1:4-7"}\n', ""))
     again = TracedRequest(at_s=60.0, input_tokens=TOKENS, output_tokens=2, blocks=(), block_tokens=16)
-    assumed = SimSettings(changes=cut(3.0, 20.0), stall_s=2.0)
+    assumed = SimSpec(changes=cut(3.0, 20.0), stall_s=2.0)
     run = simulate(small, Trace(name="two", requests=(*ONE.requests, again)), SPEC, assumed)
     assert run.summary.failed_transfers.transfers > 1
     assert run.summary.requests.finished == 2

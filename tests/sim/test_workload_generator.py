@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.sim.workload import PROFILES, Shape, Trace, TraceStatistics, apply_profile, generate, read, rescale
+from kvroute.sim.workload import PROFILES, Trace, TraceShape, TraceStatistics, apply_profile, generate, read, rescale
 from kvroute.types import InputError
 
 CONVERSATION = Path(__file__).resolve().parents[2].parent / "shared/data/mooncake/conversation_trace.jsonl.zst"
@@ -66,7 +66,7 @@ def test_an_equal_block_means_an_equal_prefix() -> None:
 
 def test_a_turn_shares_the_full_blocks_of_the_one_before_it_and_only_once() -> None:
     """Without edits, the last holder of the deepest shared block is the previous turn, as a whole."""
-    trace = generate(3_000, seed=1, shape=Shape(kept_share=((0, 1), (100, 1))))
+    trace = generate(3_000, seed=1, shape=TraceShape(kept_share=((0, 1), (100, 1))))
     holder: dict[int, int] = {}
     turns = 0
     for number, request in enumerate(trace.requests):

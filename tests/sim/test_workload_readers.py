@@ -70,10 +70,10 @@ def test_mooncake_traces_are_recognised_by_content(tmp_path: Path) -> None:
         TracedRequest(0.0, 1200, 9, (0, 1, 2), 512),
         TracedRequest(3.0, 1024, 0, (0, 3), 512),
     )
-    octets = b"\xef\xbb\xbf" + MOONCAKE.replace("\n", "\r\n\n").encode()
-    half = len(octets) // 2
+    content = b"\xef\xbb\xbf" + MOONCAKE.replace("\n", "\r\n\n").encode()
+    half = len(content) // 2
     pack = zstandard.ZstdCompressor().compress
-    packings = (octets, gzip.compress(octets), pack(octets), pack(octets[:half]) + pack(octets[half:]))
+    packings = (content, gzip.compress(content), pack(content), pack(content[:half]) + pack(content[half:]))
     for packed in packings:
         path = tmp_path / "trace.csv"
         path.write_bytes(packed)
@@ -179,7 +179,7 @@ def test_ten_errors_are_reported_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("octets", "what"),
+    ("content", "what"),
     [
         (b"", "empty"),
         (b"\n \n", "empty"),
@@ -192,9 +192,9 @@ def test_ten_errors_are_reported_at_once(tmp_path: Path) -> None:
     ],
     ids=["empty", "blank", "other csv", "array", "header only", "gzip cut off", "zstd cut off", "zstd damaged"],
 )
-def test_a_file_that_is_no_trace_is_rejected(tmp_path: Path, octets: bytes, what: str) -> None:
+def test_a_file_that_is_no_trace_is_rejected(tmp_path: Path, content: bytes, what: str) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(octets)
+    path.write_bytes(content)
     with pytest.raises(InputError, match=what):
         read(path)
 

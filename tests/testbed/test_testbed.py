@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from kvroute.cli.trial.testbed import app
 from kvroute.flows import slow_start_s
-from kvroute.testbed import Build, Run, processes
+from kvroute.testbed import Build, NamedTestbed, processes
 from kvroute.testbed.engines import UNBOUND, served, unpaced
 from kvroute.testbed.queues import LEAVES_MAX, LEAVES_MIN, Limit, classifier, leaf_of, leaves_of, lines
 from kvroute.testbed.wiring import Wiring, background_ends, wire
@@ -343,14 +343,14 @@ def test_only_the_kernel_limits_the_engines_rate() -> None:
 def test_an_invalid_testbed_name_is_rejected(name: str) -> None:
     """The name must fit into a device name."""
     with pytest.raises(InputError, match="not a valid testbed name"):
-        Run(name)
+        NamedTestbed(name)
 
 
 @given(st.text(min_size=1, max_size=50))
 def test_every_cluster_has_a_valid_default_testbed_name(cluster: str) -> None:
     """The name is always the same and fits into a device name."""
-    run = Run.of(cluster)
-    assert run == Run.of(cluster)
+    run = NamedTestbed.of(cluster)
+    assert run == NamedTestbed.of(cluster)
     assert len(run.device) <= 15
     assert run.namespace("x").startswith(f"{run.device}-")
 

@@ -17,7 +17,7 @@ from kvroute.control import ControlSpec
 from kvroute.flows import FlowNetwork
 from kvroute.sim.metrics import Summary
 from kvroute.sim.run import simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import generate
 from kvroute.topology import (
     LLAMA_70B_TP4,
@@ -352,7 +352,7 @@ def test_simulated_transfers_see_the_efficiency() -> None:
     file = expand(load(EXAMPLES / "fat-tree-64gpu.yaml").file)
     requests = generate(40, seed=2)
     whole, less, smaller = (
-        _without_wall_time(simulate(build(each), requests, ControlSpec(decode="foresight"), SimSettings()).summary)
+        _without_wall_time(simulate(build(each), requests, ControlSpec(decode="foresight"), SimSpec()).summary)
         for each in (file, _with_cards(file, efficiency=0.05), _with_cards(file, capacity=0.05))
     )
     assert less == smaller

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvroute_engine.agent.reports import Table
-
 from kvroute_engine.agent.files import TABLE, GroupEntry, SchemeRule, TableFile, read_file
 from kvroute_engine.agent.held import HeldTable
+from kvroute_engine.agent.reports import AgentTable
 
 ENTRIES = {"decode-0": GroupEntry(7, (SchemeRule("ina", 4096), SchemeRule("ring")))}
 
@@ -21,7 +20,7 @@ def received(folder: Path) -> float:
 def test_heartbeats_refresh_the_age_and_the_file_once_a_second(tmp_path: Path) -> None:
     held = HeldTable(tmp_path)
     assert (held.version, held.age_s(50.0)) == (0, None)
-    held.receive(Table(7, ENTRIES), 100.0)
+    held.receive(AgentTable(7, ENTRIES), 100.0)
     held.heartbeat(7, 100.5)
     assert (held.version, held.age_s(102.5), received(tmp_path)) == (7, 2.0, 100.0)
     held.heartbeat(7, 101.0)
@@ -33,14 +32,14 @@ def test_heartbeats_of_other_tables_refresh_nothing(tmp_path: Path) -> None:
     held = HeldTable(tmp_path)
     held.heartbeat(0, 99.0)
     assert not (tmp_path / TABLE).exists()
-    held.receive(Table(7, ENTRIES), 100.0)
+    held.receive(AgentTable(7, ENTRIES), 100.0)
     held.heartbeat(0, 105.0)
     held.heartbeat(8, 105.0)
     assert (held.age_s(106.0), received(tmp_path)) == (6.0, 100.0)
 
 
 def test_an_agent_that_starts_again_has_its_table_and_its_age(tmp_path: Path) -> None:
-    HeldTable(tmp_path).receive(Table(7, ENTRIES), 100.0)
+    HeldTable(tmp_path).receive(AgentTable(7, ENTRIES), 100.0)
     again = HeldTable(tmp_path)
     assert (again.version, again.age_s(160.0)) == (7, 60.0)
     table = read_file(tmp_path / TABLE, TableFile)
@@ -49,7 +48,7 @@ def test_an_agent_that_starts_again_has_its_table_and_its_age(tmp_path: Path) ->
 
 def test_a_clock_that_goes_back_gives_no_negative_age_and_still_writes(tmp_path: Path) -> None:
     held = HeldTable(tmp_path)
-    held.receive(Table(7, ENTRIES), 100.0)
+    held.receive(AgentTable(7, ENTRIES), 100.0)
     assert held.age_s(40.0) == 0.0
     held.heartbeat(7, 40.0)
     assert received(tmp_path) == 40.0

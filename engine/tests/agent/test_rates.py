@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute_engine.agent.rates import Rate, Total, increase
+from kvroute_engine.agent.rates import CounterRate, Total, increase
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=20), st.integers(0, 2**63))
@@ -50,7 +50,7 @@ def test_a_counter_that_begins_again_has_counted_its_value() -> None:
 
 def test_a_rate_is_a_mean_over_the_window() -> None:
     """1,000 in the first second, 3,000 in each of the next ones."""
-    rate = Rate(2.0)
+    rate = CounterRate(2.0)
     assert rate.per_s == 0.0
     rate.read(0.0, 0)
     assert rate.per_s == 0.0
@@ -64,7 +64,7 @@ def test_a_rate_is_a_mean_over_the_window() -> None:
 
 def test_another_incarnation_begins_with_0() -> None:
     """The second one has counted 700 after 7,000 of the first one, which is no wrap-around."""
-    rate = Rate(10.0)
+    rate = CounterRate(10.0)
     rate.read(0.0, 4 * 10**9, 1)
     rate.read(1.0, 4 * 10**9 + 7000, 1)
     rate.read(2.0, 700, 2)
@@ -75,7 +75,7 @@ def test_another_incarnation_begins_with_0() -> None:
 
 def test_another_incarnation_counts_all_even_if_it_is_already_further() -> None:
     """A rank that has counted more than the one before it since it started."""
-    rate = Rate(10.0)
+    rate = CounterRate(10.0)
     rate.read(0.0, 100, 1)
     rate.read(1.0, 250, 2)
     assert rate.per_s == 250.0
@@ -83,7 +83,7 @@ def test_another_incarnation_counts_all_even_if_it_is_already_further() -> None:
 
 def test_a_clock_that_goes_back_begins_anew() -> None:
     """A reboot: neither a negative time nor the last value counts."""
-    rate = Rate(10.0)
+    rate = CounterRate(10.0)
     rate.read(1000.0, 5000, 1)
     rate.read(2.0, 50, 2)
     assert rate.per_s == 0.0

@@ -14,9 +14,9 @@ import msgspec
 
 from kvroute_engine.agent.files import TABLE, GroupEntry, SchemeRule, TableFile, replace_file
 from kvroute_engine.all_reduce.channel import Address
-from kvroute_engine.all_reduce.counters import Counters
+from kvroute_engine.all_reduce.counters import AllReduceCounters
 from kvroute_engine.all_reduce.settings import Settings
-from kvroute_engine.all_reduce.table import Table, packed, start_table, unpacked
+from kvroute_engine.all_reduce.table import RuleTable, packed, start_table, unpacked
 
 GROUP = "decode-0"
 PATIENCE_S = 120.0
@@ -76,9 +76,9 @@ class LossyLink:
 def _copy(source: socket.socket, target: socket.socket, most: int | None) -> None:
     """Copy until the end, or until `most` bytes."""
     with suppress(OSError):
-        while octets := source.recv(4096 if most is None else min(most, 4096)) if most != 0 else b"":
-            target.sendall(octets)
-            most = None if most is None else most - len(octets)
+        while content := source.recv(4096 if most is None else min(most, 4096)) if most != 0 else b"":
+            target.sendall(content)
+            most = None if most is None else most - len(content)
         target.shutdown(socket.SHUT_RDWR)
 
 
@@ -96,12 +96,12 @@ def group_settings(folder: Path, **more: object) -> Settings:
 @contextmanager
 def tables(
     settings: Settings, ranks: int, loss: float = 0.0, is_answering: Callable[[], bool] = lambda: False
-) -> Iterator[tuple[list[Table], list[Counters], list[LossyLink]]]:
+) -> Iterator[tuple[list[RuleTable], list[AllReduceCounters], list[LossyLink]]]:
     """Start the table of every rank; the commits of rank 0 pass links with losses."""
-    meeting, counters = Meeting(ranks), [Counters(rank) for rank in range(ranks)]
+    meeting, counters = Meeting(ranks), [AllReduceCounters(rank) for rank in range(ranks)]
     links: dict[bytes, LossyLink] = {}
 
-    def start(rank: int) -> Table:
+    def start(rank: int) -> RuleTable:
         def exchange(own: bytes) -> Sequence[bytes]:
             if len(own) == len(packed(("", 0))):
                 link = LossyLink(unpacked(own), loss, rank)
@@ -111,7 +111,7 @@ def tables(
 
         return start_table(settings, rank, ranks, exchange, is_answering, counters[rank])
 
-    started: list[Table] = together(ranks, start)  # type: ignore[assignment]
+    started: list[RuleTable] = together(ranks, start)  # type: ignore[assignment]
     try:
         yield started, counters, list(links.values())
     finally:

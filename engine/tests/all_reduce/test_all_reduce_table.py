@@ -26,9 +26,9 @@ from engine.tests.all_reduce.table_group import (
 from kvroute_engine.agent.files import GroupTraffic, SchemeRule, read_file, traffic_path
 from kvroute_engine.all_reduce.channel import new_key
 from kvroute_engine.all_reduce.collective_table import Leader, Rank
-from kvroute_engine.all_reduce.counters import Counters
-from kvroute_engine.all_reduce.peers import Operations, Peers
-from kvroute_engine.all_reduce.rules import Rule, Rules
+from kvroute_engine.all_reduce.counters import AllReduceCounters
+from kvroute_engine.all_reduce.peers import Operations, RankPeers
+from kvroute_engine.all_reduce.rules import GroupRules, Rule
 from kvroute_engine.all_reduce.settings import SizeRule
 from kvroute_engine.all_reduce.switched import SwitchedSums
 from kvroute_engine.all_reduce.table import EARLY, FollowedTable, LeadingTable, Reporting
@@ -96,7 +96,7 @@ def test_no_rank_acts_on_a_version_that_one_does_not_know(tmp_path: Path) -> Non
         leading = started[0]
         assert isinstance(leading, LeadingTable)
         leading.refresh()
-        found: list[Rules] = []
+        found: list[GroupRules] = []
         stopped = 64 - 1
 
         def lead() -> None:
@@ -124,10 +124,10 @@ def test_no_rank_acts_on_a_version_that_one_does_not_know(tmp_path: Path) -> Non
 
 def test_the_leader_commits_without_its_thread(tmp_path: Path) -> None:
     """Its thread may have ended: the calls of all-reduces do its work."""
-    first = Rules((Rule("ring"),))
+    first = GroupRules((Rule("ring"),))
     source = TableSource(tmp_path, GROUP, first, {"ring", "ina"})
     machine, key = Leader(Rank(1, 0, first), frozenset({1}), early=EARLY), new_key()
-    reporting = Reporting(tmp_path, GROUP, 1, Counters(0))
+    reporting = Reporting(tmp_path, GROUP, 1, AllReduceCounters(0))
     leading = LeadingTable(machine, source, SwitchReturn(1.0, lambda: True), reporting, ("127.0.0.1", key))
     followed = FollowedTable(Rank(1, 1, first), "127.0.0.1", key)
     leading.connect({1: followed.channel.address})
@@ -170,7 +170,7 @@ class Switch:
 def switched_group(ranks: int, address: tuple[str, int]) -> list[SwitchedSums]:
     """Return the ranks of a group at a switch, connected to each other."""
     key, operations = new_key(), [Operations() for _ in range(ranks)]
-    peers = [Peers(each, "127.0.0.1", key) for each in operations]
+    peers = [RankPeers(each, "127.0.0.1", key) for each in operations]
     for rank, each in enumerate(peers):
         each.connect([other.address for number, other in enumerate(peers) if number != rank])
     clients = [AggregationClient(address, 1, rank, ranks, 8) for rank in range(ranks)]
@@ -190,7 +190,7 @@ def test_tables_and_fallbacks_together(tmp_path: Path, seed: int) -> None:
     def alive() -> bool:
         return is_answering(switch.address, 127, 0.2)
 
-    def reduce(rank: int, operation: int, rules: Rules) -> tuple[np.ndarray, bool]:
+    def reduce(rank: int, operation: int, rules: GroupRules) -> tuple[np.ndarray, bool]:
         tensor = np.random.default_rng([operation, rank]).normal(size=1 + 700 * (operation % 4)).astype(np.float32)
         if rules.scheme_of(tensor.nbytes) == "ina":
             total = members[rank].all_reduce(tensor, rules.generation)
@@ -249,16 +249,16 @@ def test_schemes_that_are_not_prepared_are_a_ring(tmp_path: Path, caplog: pytest
         for version in (1, 2):
             write_table(tmp_path, version, rules)
             expected = (Rule("ring", 10), Rule("ring", 20), Rule("hierarchical-ring"))
-            assert source.poll() == Rules(expected, version)
+            assert source.poll() == GroupRules(expected, version)
     assert [record.getMessage().split(" for ")[0] for record in caplog.records] == ["the table names ina"]
 
 
 def test_the_last_table_stays(tmp_path: Path) -> None:
     """A missing, damaged or older file changes nothing; a table without the group brings back the settings' rules."""
-    settings = Rules((Rule("hierarchical-ring"),))
+    settings = GroupRules((Rule("hierarchical-ring"),))
     source = TableSource(tmp_path, GROUP, settings, {"ring"})
     write_table(tmp_path, 5, ANY, 17.0)
-    table = Rules((Rule("ring"),), 5)
+    table = GroupRules((Rule("ring"),), 5)
     assert source.poll() == table
     assert source.received_unix_s == 17.0
     (tmp_path / "table.json").write_text("{")
@@ -270,7 +270,7 @@ def test_the_last_table_stays(tmp_path: Path) -> None:
     write_table(tmp_path, 6, None)
     assert source.poll() == settings
     write_table(tmp_path, 7, ANY)
-    assert source.poll() == Rules((Rule("ring"),), 7)
+    assert source.poll() == GroupRules((Rule("ring"),), 7)
 
 
 def returns(answers: Callable[[], bool]) -> SwitchReturn:
@@ -292,7 +292,7 @@ def test_a_group_returns_when_the_switch_answers() -> None:
 
 
 def test_the_table_in_the_text_format() -> None:
-    counters = Counters(0)
+    counters = AllReduceCounters(0)
     assert "table" not in counters.text()
     counters.table_version, counters.received_unix_s = 4, time.time() - 100.0
     lines = counters.text().splitlines()
@@ -302,7 +302,7 @@ def test_the_table_in_the_text_format() -> None:
 
 
 def test_traffic_by_size() -> None:
-    counters = Counters(0)
+    counters = AllReduceCounters(0)
     for scheme, nbytes in (("ring", 1000), ("ring", 1024), ("ina", 1025), ("ring", 1)):
         counters.add(scheme, nbytes)  # type: ignore[arg-type]
     found = counters.traffic("g", 3)
@@ -312,7 +312,7 @@ def test_traffic_by_size() -> None:
 
 
 def test_the_page_lists_exactly_the_metrics() -> None:
-    counters = Counters(0, table_version=0, received_unix_s=0.0)
+    counters = AllReduceCounters(0, table_version=0, received_unix_s=0.0)
     page = Path(__file__).parents[3] / "docs/switch.md"
     documented = re.findall(r"^\| `(kvroute_\w+)", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert documented == re.findall(r"^# HELP (\w+)", counters.text(), re.MULTILINE)

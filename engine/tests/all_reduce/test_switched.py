@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from kvroute_engine.all_reduce.channel import new_key
-from kvroute_engine.all_reduce.counters import Counters
-from kvroute_engine.all_reduce.peers import Operation, Operations, Peers
+from kvroute_engine.all_reduce.counters import AllReduceCounters
+from kvroute_engine.all_reduce.peers import Operations, RankPeers, SwitchOperation
 from kvroute_engine.all_reduce.switched import SwitchedSums
 from kvroute_engine.switch import AggregationClient
 from kvroute_engine.switch.udp import UdpSwitch
@@ -42,7 +42,7 @@ def serving(switch: UdpSwitch) -> Iterator[threading.Event]:
 def group(ranks: int, address: tuple[str, int], slots: int = 8) -> Iterator[list[SwitchedSums]]:
     """The ranks of a group, connected to each other."""
     key, operations = new_key(), [Operations() for _ in range(ranks)]
-    peers = [Peers(each, "127.0.0.1", key) for each in operations]
+    peers = [RankPeers(each, "127.0.0.1", key) for each in operations]
     for rank, each in enumerate(peers):
         each.connect([other.address for number, other in enumerate(peers) if number != rank])
     clients = [AggregationClient(address, 1, rank, ranks, slots, timeout_s=60.0) for rank in range(ranks)]
@@ -118,13 +118,13 @@ def test_an_operation_ends_once() -> None:
     """Complete stays complete, abandoned stays abandoned, for this operation and all later ones."""
     operations, result = Operations(), np.ones(1)
     assert operations.complete(operations.begin(), result)
-    assert operations.abandon(Operation(0, 0)) is result
-    assert operations.abandon(Operation(0, 0)) is result, "a third rank asks, too"
+    assert operations.abandon(SwitchOperation(0, 0)) is result
+    assert operations.abandon(SwitchOperation(0, 0)) is result, "a third rank asks, too"
     assert not operations.complete(operations.begin(), result), "the rank that asked takes no part in the next one"
     other = Operations()
-    assert other.abandon(Operation(0, 3)) is None
-    assert other.abandon(Operation(0, 5)) is None
-    assert [other.abandoned(Operation(0, number)) for number in (2, 3, 5)] == [False, True, True]
+    assert other.abandon(SwitchOperation(0, 3)) is None
+    assert other.abandon(SwitchOperation(0, 5)) is None
+    assert [other.abandoned(SwitchOperation(0, number)) for number in (2, 3, 5)] == [False, True, True]
 
 
 def test_operations_of_generations_are_apart() -> None:
@@ -132,7 +132,7 @@ def test_operations_of_generations_are_apart() -> None:
     operations, result = Operations(), np.ones(1)
     first = operations.begin()
     assert operations.complete(first, result)
-    early = Operation(2, 0)
+    early = SwitchOperation(2, 0)
     assert operations.abandon(early) is None
     assert not operations.has_begun(early)
     assert operations.begin(2) == early
@@ -169,17 +169,17 @@ def test_a_group_returns_to_the_switch() -> None:
 
 def test_questions_need_the_key_of_the_group() -> None:
     operations = Operations()
-    peers = Peers(operations, "127.0.0.1", new_key())
+    peers = RankPeers(operations, "127.0.0.1", new_key())
     with pytest.raises((AuthenticationError, EOFError, OSError)):
         Client(peers.address, "AF_INET", authkey=b"another")
-    asking = Peers(Operations(), "127.0.0.1", b"another")
+    asking = RankPeers(Operations(), "127.0.0.1", b"another")
     asking.connect([peers.address])
-    assert asking.all_have_begun(Operation(0, 0)), "a rank that does not answer is not waited for"
+    assert asking.all_have_begun(SwitchOperation(0, 0)), "a rank that does not answer is not waited for"
     peers.close()
 
 
 def test_counters_in_the_text_format() -> None:
-    counters = Counters(3)
+    counters = AllReduceCounters(3)
     counters.add("ring", 10)
     counters.add("ina", 4)
     counters.add("ina", 4)

@@ -7,7 +7,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-from kvroute_engine.block_store import BlockFormat, PosixSettings, PosixStore
+from kvroute_engine.block_store import BlockFormat, PosixStore, PosixStoreSpec
 
 FORMAT = BlockFormat("toy", layers=3, block_tokens=4, layer_bytes=4000)
 EXTENT_BYTES = 4096 + FORMAT.block_bytes
@@ -29,7 +29,7 @@ def chain(name: str, length: int) -> list[bytes]:
 
 def opened(folder: Path, blocks: int = 1000, verify: bool = True) -> PosixStore:
     """Open a store with room for that many blocks."""
-    return PosixStore(folder, FORMAT, PosixSettings(capacity_bytes=blocks * EXTENT_BYTES, verify=verify))
+    return PosixStore(folder, FORMAT, PosixStoreSpec(capacity_bytes=blocks * EXTENT_BYTES, verify=verify))
 
 
 def write_chain(store: PosixStore, keys: list[bytes]) -> int:

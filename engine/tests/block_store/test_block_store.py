@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.disk import files_no_longer_than
 
-from kvroute_engine.block_store import BlockFormat, PosixSettings, PosixStore, StoreError
+from kvroute_engine.block_store import BlockFormat, PosixStore, PosixStoreSpec, StoreError
 from kvroute_engine.block_store.location import StoreLocation
 
 CAPACITY_BLOCKS = 6
@@ -44,7 +44,7 @@ class StoreAndDictionary(RuleBasedStateMachine):
         self.store = self._opened()
 
     def _opened(self) -> PosixStore:
-        capacity = PosixSettings(capacity_bytes=CAPACITY_BLOCKS * EXTENT_BYTES, touch_interval_s=0.0)
+        capacity = PosixStoreSpec(capacity_bytes=CAPACITY_BLOCKS * EXTENT_BYTES, touch_interval_s=0.0)
         return PosixStore(Path(self.folder.name), FORMAT, capacity, lambda: self.now)
 
     def teardown(self) -> None:
@@ -168,12 +168,12 @@ def test_a_store_of_another_model_is_refused(tmp_path: Path) -> None:
     opened(tmp_path).close()
     other = BlockFormat("other", 3, 4, 4000)
     with pytest.raises(StoreError, match=r"another format .*toy.*other"):
-        PosixStore(tmp_path, other, PosixSettings(capacity_bytes=EXTENT_BYTES))
+        PosixStore(tmp_path, other, PosixStoreSpec(capacity_bytes=EXTENT_BYTES))
 
 
 def test_an_extent_of_another_model_is_a_miss(tmp_path: Path) -> None:
     """A file that was copied from another store has another digest in its header."""
-    other = PosixStore(tmp_path / "other", BlockFormat("other", 3, 4, 4000), PosixSettings(capacity_bytes=10**6))
+    other = PosixStore(tmp_path / "other", BlockFormat("other", 3, 4, 4000), PosixStoreSpec(capacity_bytes=10**6))
     key = CHAINS["a"][0]
     other.write(key, b"", memoryview(content(key)))
     store = opened(tmp_path / "store")
@@ -195,7 +195,7 @@ def test_a_folder_that_cannot_be_created_is_one_sentence(tmp_path: Path) -> None
 def test_a_capacity_below_one_block_is_refused(tmp_path: Path) -> None:
     """No block could ever be stored."""
     with pytest.raises(StoreError, match="less than one block"):
-        PosixStore(tmp_path, FORMAT, PosixSettings(capacity_bytes=EXTENT_BYTES - 1))
+        PosixStore(tmp_path, FORMAT, PosixStoreSpec(capacity_bytes=EXTENT_BYTES - 1))
 
 
 def test_with_fsync_a_block_is_on_the_disk_before_it_gets_its_name(
@@ -216,7 +216,7 @@ def test_with_fsync_a_block_is_on_the_disk_before_it_gets_its_name(
         rename(old, new)
 
     (first, second) = chain("a", 2)
-    store = PosixStore(tmp_path, FORMAT, PosixSettings(capacity_bytes=10 * EXTENT_BYTES, fsync=True))
+    store = PosixStore(tmp_path, FORMAT, PosixStoreSpec(capacity_bytes=10 * EXTENT_BYTES, fsync=True))
     plain = opened(tmp_path)
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "rename", renamed)

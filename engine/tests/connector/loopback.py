@@ -11,20 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from kvroute_engine.connector.blocks import ByteArray, Extent, HostRegion, Layout
-from kvroute_engine.connector.options import Options
+from kvroute_engine.connector.blocks import BlockLayout, ByteArray, Extent, HostRegion
+from kvroute_engine.connector.options import ConnectorSettings
 from kvroute_engine.connector.transfer.authentication import session
 from kvroute_engine.connector.transfer.channel import FramedSocket
-from kvroute_engine.connector.transfer.client import Client, Result
-from kvroute_engine.connector.transfer.pool import Peer
+from kvroute_engine.connector.transfer.client import Result, TransferClient
+from kvroute_engine.connector.transfer.pool import PeerServer
 from kvroute_engine.connector.transfer.remote_memory import SharedMemory
-from kvroute_engine.connector.transfer.server import Server
-from kvroute_engine.connector.transfer.transfer_lanes import Transfer
+from kvroute_engine.connector.transfer.server import TransferServer
+from kvroute_engine.connector.transfer.transfer_lanes import BlockTransfer
 from kvroute_engine.connector.transfer.wire import VERSION, Challenge, Hello, Welcome
 
 BLOCKS = 24
 WAIT_S = 120.0
-TOKEN = Options(token="secret", timeout_s=5.0)
+TOKEN = ConnectorSettings(token="secret", timeout_s=5.0)
 
 
 class Cache:
@@ -36,7 +36,7 @@ class Cache:
         shape = (layers, BLOCKS * stride)
         self.memory: ByteArray = np.zeros(shape, np.uint8) if seed is None else draw.integers(0, 256, shape, np.uint8)
         self.regions = [HostRegion.of(layer, block_bytes, stride) for layer in self.memory]
-        self.layout = Layout(model="tiny", dtype="bfloat16", block_tokens=32, region_bytes=(block_bytes,) * layers)
+        self.layout = BlockLayout(model="tiny", dtype="bfloat16", block_tokens=32, region_bytes=(block_bytes,) * layers)
 
     def block(self, layer: int, block: int) -> bytes:
         """Return the bytes of one block."""
@@ -88,18 +88,18 @@ class Clock:
 def ends(
     source: Cache,
     target: Cache,
-    server: Options = TOKEN,
-    client: Options = TOKEN,
+    server: ConnectorSettings = TOKEN,
+    client: ConnectorSettings = TOKEN,
     reads_into: SharedMemory | None = None,
     **arguments: Any,
-) -> Iterator[tuple[Server, Client, Peer]]:
+) -> Iterator[tuple[TransferServer, TransferClient, PeerServer]]:
     """Run a server and a client and close them at the end; check that no thread and no file descriptor of them is
     left. Args: `reads_into`: the client's memory; `arguments` of the server."""
     threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
-    serving = Server(source.regions, source.layout, server, environ={}, **arguments)
-    pulling = Client(target.regions, target.layout, client, environ={}, memory=reads_into)
+    serving = TransferServer(source.regions, source.layout, server, environ={}, **arguments)
+    pulling = TransferClient(target.regions, target.layout, client, environ={}, memory=reads_into)
     try:
-        yield serving, pulling, Peer(*serving.address, "prefill0")
+        yield serving, pulling, PeerServer(*serving.address, "prefill0")
     finally:
         pulling.close()
         serving.close()
@@ -112,19 +112,25 @@ def ends(
 
 
 def pull(
-    client: Client, peer: Peer, blocks: Sequence[int], *, first: int = 0, checksum: bool = True, request: str = "p"
+    client: TransferClient,
+    peer: PeerServer,
+    blocks: Sequence[int],
+    *,
+    first: int = 0,
+    checksum: bool = True,
+    request: str = "p",
 ) -> Result:
     """Pull the positions from `first` on of a request on the peer into local `blocks`."""
-    client.start(Transfer("d", peer, request, first, tuple(blocks), checksum))
+    client.start(BlockTransfer("d", peer, request, first, tuple(blocks), checksum))
     result = client.wait(WAIT_S)
     assert result is not None, "the transfer hangs"
     return result
 
 
 @contextmanager
-def pulling(target: Cache, options: Options) -> Iterator[Client]:
+def pulling(target: Cache, options: ConnectorSettings) -> Iterator[TransferClient]:
     """Run a client without a server."""
-    client = Client(target.regions, target.layout, options, environ={})
+    client = TransferClient(target.regions, target.layout, options, environ={})
     try:
         yield client
     finally:
@@ -132,7 +138,7 @@ def pulling(target: Cache, options: Options) -> Iterator[Client]:
 
 
 @contextmanager
-def scripted_peer(part: Any) -> Iterator[Peer]:
+def scripted_peer(part: Any) -> Iterator[PeerServer]:
     """Run a peer that executes `part` on each connection and then closes it."""
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -151,7 +157,7 @@ def scripted_peer(part: Any) -> Iterator[Peer]:
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        yield Peer("127.0.0.1", listener.getsockname()[1])
+        yield PeerServer("127.0.0.1", listener.getsockname()[1])
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvroute_engine.connector.transfer.congestion import (
     Gauges,
     Sample,
-    Sent,
+    SentCounters,
     TcpInfo,
     TcpMonitor,
     gauges,
@@ -123,7 +123,7 @@ def test_gauges_aggregate_several_connections() -> None:
 def test_counters_are_complete_whenever_they_are_read(actions: list[tuple[str, int, int]]) -> None:
     """Connections are opened and closed between two reads; the sums per target equal the bytes sent. Idle connections
     report nothing."""
-    links, moved, reported = TcpMonitor(), {"d0": 0, "d1": 0}, {"d0": Sent(), "d1": Sent()}
+    links, moved, reported = TcpMonitor(), {"d0": 0, "d1": 0}, {"d0": SentCounters(), "d1": SentCounters()}
     targets = sorted(moved)
 
     def read() -> None:

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 import pytest
 from engine.tests.connector.loopback import WAIT_S, Cache, Clock
 
-from kvroute_engine.connector.options import Options
-from kvroute_engine.connector.scheduler import Scheduler
-from kvroute_engine.connector.worker import CHECK_S, Worker
+from kvroute_engine.connector.options import ConnectorSettings
+from kvroute_engine.connector.scheduler import ConnectorScheduler
+from kvroute_engine.connector.worker import CHECK_S, ConnectorWorker
 
 
 class Pair:
@@ -21,9 +21,9 @@ class Pair:
     def __init__(self, stack: ExitStack) -> None:
         self.prompt, self.ask = list(range(40)), {"do_remote_decode": True, "transfer_id": "t"}
         self.source, self.target, self.clock = Cache(2, 64, seed=10), Cache(2, 64), Clock()
-        options = Options(layerwise=True, instance="prefill0")
+        options = ConnectorSettings(layerwise=True, instance="prefill0")
         layers = {"l0": [0], "l1": [1]}
-        self.prefill = Worker(
+        self.prefill = ConnectorWorker(
             self.source.regions,
             self.source.layout,
             options,
@@ -33,13 +33,13 @@ class Pair:
             environ={},
         )
         stack.callback(self.prefill.close)
-        decode = Options(instance="decode0")
-        self.decode = Worker(self.target.regions, self.target.layout, decode, producer=False, environ={})
+        decode = ConnectorSettings(instance="decode0")
+        self.decode = ConnectorWorker(self.target.regions, self.target.layout, decode, producer=False, environ={})
         stack.callback(self.decode.close)
         assert self.prefill.address is not None
-        self.there = Scheduler(options, engine_id="p", block_tokens=16)
+        self.there = ConnectorScheduler(options, engine_id="p", block_tokens=16)
         self.there.listening({0: self.prefill.address})
-        self.here = Scheduler(decode, engine_id="d", block_tokens=16)
+        self.here = ConnectorScheduler(decode, engine_id="d", block_tokens=16)
 
     def announce(self, prompt: list[int]) -> None:
         """Let the decode instance pull a prompt that its partner should compute."""

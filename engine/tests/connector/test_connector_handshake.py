@@ -17,26 +17,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvroute_engine.connector.options import Options
+from kvroute_engine.connector.options import ConnectorSettings
 from kvroute_engine.connector.transfer.authentication import session
 from kvroute_engine.connector.transfer.channel import FramedSocket
-from kvroute_engine.connector.transfer.client import Client
+from kvroute_engine.connector.transfer.client import TransferClient
 from kvroute_engine.connector.transfer.handshake import accept_handshake, difference, greet
 from kvroute_engine.connector.transfer.handshake_limits import Handshakes, network_of
-from kvroute_engine.connector.transfer.listener import LIMITS, Admit, Limits, Listener
-from kvroute_engine.connector.transfer.pool import Peer
+from kvroute_engine.connector.transfer.listener import LIMITS, Admit, ListenerLimits, PeerListener
+from kvroute_engine.connector.transfer.pool import PeerServer
 from kvroute_engine.connector.transfer.wire import (
     HANDSHAKE_BYTES_MAX,
     HEADER_BYTES_MAX,
     LENGTH_BYTES,
     VERSION,
+    BlockPart,
     Challenge,
     Fetch,
     Hello,
+    KeepAlive,
     Message,
-    Part,
     Release,
-    Waiting,
     WireError,
     decode,
     decode_length,
@@ -101,14 +101,14 @@ def test_messages_round_trip_through_their_frame(name: str, first: int) -> None:
 
 
 @contextmanager
-def listening(options: Options, limits: Limits = LIMITS) -> Iterator[Listener]:
+def listening(options: ConnectorSettings, limits: ListenerLimits = LIMITS) -> Iterator[PeerListener]:
     """Run a server that does the handshake and then keeps the connection until the peer closes it."""
 
     def serve(channel: FramedSocket, peer: str, admit: Admit) -> None:
         accept_handshake(channel, options.token, options, admit, lambda theirs: difference(LAYOUT, theirs))
         channel.receive()
 
-    listener = Listener("127.0.0.1", 0, WAIT_S, serve, limits)
+    listener = PeerListener("127.0.0.1", 0, WAIT_S, serve, limits)
     try:
         yield listener
     finally:
@@ -134,7 +134,7 @@ def test_an_unauthenticated_peer_cannot_announce_a_large_header(caplog: pytest.L
 
 def test_one_deadline_covers_the_whole_handshake() -> None:
     """A peer that sends a byte from time to time is disconnected, although each byte comes in time."""
-    limits = Limits(handshake_s=0.2)
+    limits = ListenerLimits(handshake_s=0.2)
     with listening(TOKEN, limits) as listener, socket.create_connection(("127.0.0.1", listener.port)) as sock:
         sock.sendall(struct.pack("!I", HANDSHAKE_BYTES_MAX))
         sent, begun = 0, time.monotonic()
@@ -187,7 +187,7 @@ def test_a_header_that_stops_in_the_middle_ends_its_connection(sent: bytes) -> N
 
 def test_unauthenticated_connections_evict_each_other_and_no_authenticated_peer() -> None:
     """Five silent connections with a limit of two: three are closed; peers with the token are served."""
-    limits = Limits(handshakes=2)
+    limits = ListenerLimits(handshakes=2)
     with listening(TOKEN, limits) as listener, ExitStack() as stack:
         address = ("127.0.0.1", listener.port)
 
@@ -206,7 +206,7 @@ def test_unauthenticated_connections_evict_each_other_and_no_authenticated_peer(
 
 
 def test_a_server_with_too_many_peers_reports_it() -> None:
-    with listening(TOKEN, Limits(connections=1)) as listener, ExitStack() as stack:
+    with listening(TOKEN, ListenerLimits(connections=1)) as listener, ExitStack() as stack:
         first, second = (
             FramedSocket(stack.enter_context(socket.create_connection(("127.0.0.1", listener.port))), WAIT_S)
             for _ in range(2)
@@ -278,7 +278,7 @@ class TcpProxy:
 
 
 @contextmanager
-def proxied(address: tuple[str, int], server: Peer) -> Iterator[TcpProxy]:
+def proxied(address: tuple[str, int], server: PeerServer) -> Iterator[TcpProxy]:
     proxy = TcpProxy(address, (server.host, server.port))
     try:
         yield proxy
@@ -286,9 +286,9 @@ def proxied(address: tuple[str, int], server: Peer) -> Iterator[TcpProxy]:
         proxy.close()
 
 
-def fetch_over(proxy: TcpProxy, client: Client) -> str:
+def fetch_over(proxy: TcpProxy, client: TransferClient) -> str:
     """Return how a fetch ends if the decode instance has the relay's address."""
-    return pull(client, Peer(*proxy.address, "prefill0"), [0]).failure
+    return pull(client, PeerServer(*proxy.address, "prefill0"), [0]).failure
 
 
 def test_a_man_in_the_middle_cannot_complete_a_handshake() -> None:
@@ -307,9 +307,9 @@ def test_a_man_in_the_middle_cannot_complete_a_handshake() -> None:
 def test_a_translated_address_must_be_advertised(advertised: str, failure: str) -> None:
     """The port is the same and the address differs, as behind network address translation."""
     source, target = Cache(1, 64, seed=3), Cache(1, 64)
-    options = Options(token="secret", advertised_host=advertised)
+    options = ConnectorSettings(token="secret", advertised_host=advertised)
     with ends(source, target, options) as (server, client, peer):
-        here = Peer("127.0.0.1", peer.port)
+        here = PeerServer("127.0.0.1", peer.port)
         with proxied(("127.0.0.2", peer.port), here) as proxy:
             server.hold("p", [3])
             assert fetch_over(proxy, client) == failure
@@ -319,7 +319,7 @@ def test_servers_without_a_token_do_not_check_the_address() -> None:
     """There is no secret to protect: every peer that reaches the loopback address may read."""
     source, target = Cache(1, 64, seed=4), Cache(1, 64)
     with (
-        ends(source, target, Options(), Options()) as (server, client, peer),
+        ends(source, target, ConnectorSettings(), ConnectorSettings()) as (server, client, peer),
         proxied(("127.0.0.1", 0), peer) as proxy,
     ):
         server.hold("p", [3])
@@ -361,8 +361,8 @@ KEYS = (b"k" * 32, b"l" * 32)
 MESSAGES: list[Message] = [
     Fetch(request_id="p", first=0, count=1, transfer="t"),
     Release("p"),
-    Part(region=0, first=0, count=1, number=0, nbytes=0),
-    Waiting(),
+    BlockPart(region=0, first=0, count=1, number=0, nbytes=0),
+    KeepAlive(),
 ]
 
 
@@ -423,7 +423,7 @@ def test_a_modified_frame_is_detected(what: str, messages: list[Message], at: in
 
 @pytest.mark.parametrize("wait_s", [float("nan"), -1.0])
 def test_a_waiting_message_without_a_finite_time_is_rejected(wait_s: float) -> None:
-    """A server that waits for NaN seconds would send `Waiting` for ever."""
+    """A server that waits for NaN seconds would send `KeepAlive` for ever."""
     fetch = Fetch(request_id="r", first=0, count=1, transfer="t", wait_s=wait_s)
     with pytest.raises(WireError, match="malformed"):
         decode(encode(fetch))

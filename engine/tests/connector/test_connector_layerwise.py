@@ -23,26 +23,26 @@ from engine.tests.connector.loopback import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute_engine.connector.options import Options
+from kvroute_engine.connector.options import ConnectorSettings
 from kvroute_engine.connector.transfer.block_leases import Computing
 from kvroute_engine.connector.transfer.channel import FramedSocket
-from kvroute_engine.connector.transfer.client import Client, Result
-from kvroute_engine.connector.transfer.congestion import Sent
+from kvroute_engine.connector.transfer.client import Result, TransferClient
+from kvroute_engine.connector.transfer.congestion import SentCounters
 from kvroute_engine.connector.transfer.handshake import greet
-from kvroute_engine.connector.transfer.pool import Peer
-from kvroute_engine.connector.transfer.server import Server
-from kvroute_engine.connector.transfer.transfer_lanes import Transfer
-from kvroute_engine.connector.transfer.wire import Fetch, Part, Waiting
+from kvroute_engine.connector.transfer.pool import PeerServer
+from kvroute_engine.connector.transfer.server import TransferServer
+from kvroute_engine.connector.transfer.transfer_lanes import BlockTransfer
+from kvroute_engine.connector.transfer.wire import BlockPart, Fetch, KeepAlive
 
 ALL = tuple(range(BLOCKS))
 
 
-def early(peer: Peer, prompt: str = "") -> Transfer:
+def early(peer: PeerServer, prompt: str = "") -> BlockTransfer:
     """Return a transfer of all blocks of a prompt that is not computed yet."""
-    return Transfer("d", peer, "p", 0, ALL, prompt=prompt, wait_s=WAIT_S)
+    return BlockTransfer("d", peer, "p", 0, ALL, prompt=prompt, wait_s=WAIT_S)
 
 
-def ended(client: Client) -> Result:
+def ended(client: TransferClient) -> Result:
     """Wait for the only transfer; return its result."""
     result = client.wait(WAIT_S)
     assert result is not None, "the transfer hangs"
@@ -67,8 +67,8 @@ def test_blocks_that_are_not_computed_are_never_sent(
     wanted = np.random.default_rng(1).integers(1, 256, source.memory.shape, np.uint8)
     if chunks[-1] < BLOCKS:
         chunks = [*chunks, BLOCKS]
-    with ends(source, target, Options(), Options()) as (server, client, peer):
-        transfer = Transfer("d", peer, "p", 0, ALL, checksum, wait_s=WAIT_S)
+    with ends(source, target, ConnectorSettings(), ConnectorSettings()) as (server, client, peer):
+        transfer = BlockTransfer("d", peer, "p", 0, ALL, checksum, wait_s=WAIT_S)
         if fetched_first:
             client.start(transfer)
         done = 0
@@ -92,7 +92,7 @@ def test_blocks_that_are_not_computed_are_never_sent(
 def test_a_layer_arrives_before_the_next_one_is_computed() -> None:
     """Computing and sending overlap: layer 0 has arrived before layer 1 is computed."""
     source, target = Cache(2, 64, seed=1), Cache(2, 64)
-    with ends(source, target, Options(), Options()) as (server, client, peer):
+    with ends(source, target, ConnectorSettings(), ConnectorSettings()) as (server, client, peer):
         client.start(early(peer))
         server.computed(Computing("p", "p", ALL, BLOCKS), [0])
         while not np.array_equal(target.memory[0], source.memory[0]):
@@ -114,7 +114,7 @@ def test_a_layer_is_read_only_after_its_fence() -> None:
     def fence() -> None:
         source.memory[:] = 7
 
-    with ends(source, target, Options(), Options()) as (server, client, peer):
+    with ends(source, target, ConnectorSettings(), ConnectorSettings()) as (server, client, peer):
         client.start(early(peer))
         server.computed(Computing("p", "p", ALL, BLOCKS), [0], fence)
         assert ended(client).failure == ""
@@ -125,7 +125,7 @@ def test_a_layer_is_read_only_after_its_fence() -> None:
 def test_withdrawn_blocks_are_no_longer_read() -> None:
     """Bytes written after `withdraw` returns are never sent; the pull fails."""
     source, target = Cache(2, 64, seed=2), Cache(2, 64)
-    with ends(source, target, Options(), Options()) as (server, client, peer):
+    with ends(source, target, ConnectorSettings(), ConnectorSettings()) as (server, client, peer):
         client.start(early(peer))
         server.computed(Computing("p", "p", ALL, BLOCKS), [0])
         while not np.array_equal(target.memory[0], source.memory[0]):
@@ -151,7 +151,7 @@ def test_withdraw_waits_for_readers() -> None:
         reading.set()
         go.wait(WAIT_S)
 
-    with ends(source, target, Options(), Options()) as (server, client, peer):
+    with ends(source, target, ConnectorSettings(), ConnectorSettings()) as (server, client, peer):
         client.start(early(peer))
         server.computed(Computing("p", "p", ALL, BLOCKS), [0], fence)
         reading.wait(WAIT_S)
@@ -176,7 +176,11 @@ def test_an_abandoned_connection_gets_no_more_chunks() -> None:
         if len(calls) == 1:
             go.wait(WAIT_S)
 
-    with ends(source, target, Options(timeout_s=2.0), Options(timeout_s=2.0)) as (server, client, peer):
+    with ends(source, target, ConnectorSettings(timeout_s=2.0), ConnectorSettings(timeout_s=2.0)) as (
+        server,
+        client,
+        peer,
+    ):
         client.start(early(peer))
         server.computed(Computing("p", "p", ALL, BLOCKS), [0])
         server.computed(Computing("p", "p", ALL, BLOCKS), [1], fence)
@@ -193,7 +197,7 @@ def test_an_abandoned_connection_gets_no_more_chunks() -> None:
 def test_the_pull_of_a_half_computed_cancelled_prompt_is_refused() -> None:
     """Layers that are not computed are never sent; vLLM gets the blocks back as soon as no thread reads them."""
     source, target = Cache(2, 64, seed=3), Cache(2, 64)
-    with ends(source, target, Options(), Options()) as (server, client, peer):
+    with ends(source, target, ConnectorSettings(), ConnectorSettings()) as (server, client, peer):
         client.start(early(peer))
         server.computed(Computing("p", "vllm-p", ALL, BLOCKS), [0])
         while not np.array_equal(target.memory[0], source.memory[0]):
@@ -210,7 +214,7 @@ def test_the_pull_of_a_half_computed_cancelled_prompt_is_refused() -> None:
 def test_the_pull_of_a_prompt_that_is_never_computed_is_refused() -> None:
     """The pull is refused whether vLLM has started the prompt, so that its blocks must be freed, or not."""
     source, target = Cache(1, 64, seed=3), Cache(1, 64)
-    with ends(source, target, Options(), Options()) as (server, client, peer):
+    with ends(source, target, ConnectorSettings(), ConnectorSettings()) as (server, client, peer):
         client.start(early(peer))
         server.forget("p")
         assert ended(client).failure == "gone"
@@ -221,7 +225,7 @@ def test_the_pull_of_a_prompt_that_is_never_computed_is_refused() -> None:
 def test_another_prompt_under_the_same_name_is_refused() -> None:
     """The router has confused two requests."""
     source, target = Cache(1, 64, seed=4), Cache(1, 64)
-    with ends(source, target, Options(), Options()) as (server, client, peer):
+    with ends(source, target, ConnectorSettings(), ConnectorSettings()) as (server, client, peer):
         server.computed(Computing("p", "p", ALL, BLOCKS, prompt="theirs"), [0])
         client.start(early(peer, prompt="ours"))
         assert ended(client).failure == "prompt"
@@ -232,7 +236,7 @@ def test_another_prompt_under_the_same_name_is_refused() -> None:
 def test_a_pull_of_more_blocks_than_the_prompt_has_is_refused() -> None:
     """The decode instance requests more blocks than the prompt has."""
     source, target = Cache(1, 64, seed=4), Cache(1, 64)
-    with ends(source, target, Options(), Options()) as (server, client, peer):
+    with ends(source, target, ConnectorSettings(), ConnectorSettings()) as (server, client, peer):
         server.computed(Computing("p", "p", ALL[:3], 3), [0])
         client.start(early(peer))
         server.hold("p", ALL[:3])
@@ -244,7 +248,7 @@ def test_a_waiting_client_gets_keepalive_messages(begun: bool) -> None:
     """The messages come several times per timeout, before a prompt is started and while it is computed."""
     source = Cache(2, 64, seed=5)
     with (
-        ends(source, Cache(2, 64), Options(timeout_s=0.2), Options()) as (server, _, peer),
+        ends(source, Cache(2, 64), ConnectorSettings(timeout_s=0.2), ConnectorSettings()) as (server, _, peer),
         socket.create_connection((peer.host, peer.port), WAIT_S) as sock,
     ):
         if begun:
@@ -253,15 +257,19 @@ def test_a_waiting_client_gets_keepalive_messages(begun: bool) -> None:
         greet(channel, "", source.layout, "kv", "x")
         channel.send(Fetch(request_id="p", first=0, count=1, transfer="t", wait_s=WAIT_S))
         if begun:
-            part = channel.expect(Part)
+            part = channel.expect(BlockPart)
             channel.receive_into([memoryview(bytearray(part.nbytes))])
-        assert [channel.expect(Waiting) for _ in range(3)] == [Waiting()] * 3
+        assert [channel.expect(KeepAlive) for _ in range(3)] == [KeepAlive()] * 3
         server.forget("p")
 
 
 def test_a_cancelled_transfer_ends() -> None:
     """The prompt is never started; a second cancellation has no effect."""
-    with ends(Cache(1, 64), Cache(1, 64), Options(timeout_s=0.2), Options()) as (server, client, peer):
+    with ends(Cache(1, 64), Cache(1, 64), ConnectorSettings(timeout_s=0.2), ConnectorSettings()) as (
+        server,
+        client,
+        peer,
+    ):
         client.start(early(peer))
         client.cancel("d")
         assert ended(client).failure == "cancelled"
@@ -273,10 +281,10 @@ def test_bytes_sent_are_reported_after_the_connection_is_closed() -> None:
     """The counters are read once more before the connection is closed."""
     source, target = Cache(1, 64 << 10, seed=9), Cache(1, 64 << 10)
     with serving(source) as (server, peer):
-        with pulling(target, Options(connections=1, instance="decode0")) as client:
+        with pulling(target, ConnectorSettings(connections=1, instance="decode0")) as client:
             server.hold("p", ALL)
             assert pull(client, peer, ALL).failure == ""
-        sent, deadline = Sent(), time.monotonic() + WAIT_S
+        sent, deadline = SentCounters(), time.monotonic() + WAIT_S
         while sent.nbytes - sent.again_bytes < source.memory.size and time.monotonic() < deadline:
             sent = sum((link_sent for link_sent, _ in server.links().values()), sent)
     assert sent.nbytes - sent.again_bytes >= source.memory.size
@@ -286,7 +294,7 @@ class TcpProxy:
     """A relay between client and server: connection k carries `cuts[k]` bytes to the client and is then cut. The first
     connection that has carried `stall_at` bytes to the client stalls: it stays open and carries nothing more."""
 
-    def __init__(self, target: Peer, cuts: list[int], stall_at: int | None) -> None:
+    def __init__(self, target: PeerServer, cuts: list[int], stall_at: int | None) -> None:
         self._target, self._cuts, self._stall_at = target, cuts, stall_at
         self._stalling = threading.Lock()
         self._stack = ExitStack()
@@ -295,7 +303,7 @@ class TcpProxy:
         self._threads = [threading.Thread(target=self._accept)]
         self._sockets: list[socket.socket] = []
         self._threads[0].start()
-        self.peer = Peer("127.0.0.1", self._listener.getsockname()[1])
+        self.peer = PeerServer("127.0.0.1", self._listener.getsockname()[1])
         self.stalled = 0
         self.accepted = 0
 
@@ -365,7 +373,7 @@ def shutdown(sock: socket.socket) -> None:
 
 
 @contextmanager
-def proxied(peer: Peer, cuts: list[int], stall_at: int | None = None) -> Iterator[TcpProxy]:
+def proxied(peer: PeerServer, cuts: list[int], stall_at: int | None = None) -> Iterator[TcpProxy]:
     """Run a relay in front of `peer`."""
     proxy = TcpProxy(peer, cuts, stall_at)
     try:
@@ -386,11 +394,11 @@ def test_chunks_of_a_broken_connection_arrive_over_another_one(
     """Connections break anywhere after their first part; every byte arrives unchanged."""
     source, target = Cache(12, 2 << 10, seed=6), Cache(12, 2 << 10)
     with (
-        pulling(target, Options(connections=connections)) as client,
+        pulling(target, ConnectorSettings(connections=connections)) as client,
         serving(source) as (server, peer),
         proxied(peer, [60_000 + cut for cut in cuts]) as proxy,
     ):
-        transfer = Transfer("d", proxy.peer, "p", 0, ALL, checksum=True, wait_s=WAIT_S * layerwise)
+        transfer = BlockTransfer("d", proxy.peer, "p", 0, ALL, checksum=True, wait_s=WAIT_S * layerwise)
         client.start(transfer)
         for region in range(12 * layerwise):
             server.computed(Computing("p", "p", ALL, BLOCKS), [region])
@@ -405,11 +413,11 @@ def test_an_early_transfer_opens_all_its_connections_when_data_arrives() -> None
     """All three are opened, whichever of them carries the most bytes."""
     source, target = Cache(12, 4 << 10, seed=6), Cache(12, 4 << 10)
     with (
-        pulling(target, Options(connections=3)) as client,
+        pulling(target, ConnectorSettings(connections=3)) as client,
         serving(source) as (server, peer),
         proxied(peer, []) as proxy,
     ):
-        client.start(Transfer("d", proxy.peer, "p", 0, ALL, wait_s=WAIT_S))
+        client.start(BlockTransfer("d", proxy.peer, "p", 0, ALL, wait_s=WAIT_S))
         server.computed(Computing("p", "p", ALL, BLOCKS), [0])
         proxy.has(3)
         server.hold("p", ALL)
@@ -422,11 +430,11 @@ def test_a_client_without_data_waits_on_one_connection() -> None:
     """The maximum number of connections has no effect, because most of the time no data is sent."""
     source = Cache(12, 4 << 10, seed=6)
     with (
-        pulling(Cache(12, 4 << 10), Options(connections=3)) as client,
+        pulling(Cache(12, 4 << 10), ConnectorSettings(connections=3)) as client,
         serving(source) as (server, peer),
         proxied(peer, []) as proxy,
     ):
-        client.start(Transfer("d", proxy.peer, "p", 0, ALL, wait_s=WAIT_S))
+        client.start(BlockTransfer("d", proxy.peer, "p", 0, ALL, wait_s=WAIT_S))
         server.forget("p")
         assert ended(client).failure == "gone"
         proxy.has(2)  # and one to cancel the wait
@@ -439,12 +447,12 @@ def test_a_stalled_connection_does_not_block_the_others() -> None:
     again."""
     source, target = Cache(12, 32 << 10, seed=7), Cache(12, 32 << 10)
     with (
-        pulling(target, Options(connections=2, timeout_s=2.0)) as client,
+        pulling(target, ConnectorSettings(connections=2, timeout_s=2.0)) as client,
         serving(source) as (server, peer),
         proxied(peer, [], stall_at=100_000) as proxy,
     ):
         server.hold("p", ALL)
-        client.start(Transfer("d", proxy.peer, "p", 0, ALL))
+        client.start(BlockTransfer("d", proxy.peer, "p", 0, ALL))
         assert ended(client).failure == ""
         client.close()
         assert proxy.stalled == 1
@@ -452,11 +460,11 @@ def test_a_stalled_connection_does_not_block_the_others() -> None:
 
 
 @contextmanager
-def serving(source: Cache) -> Iterator[tuple[Server, Peer]]:
+def serving(source: Cache) -> Iterator[tuple[TransferServer, PeerServer]]:
     """Run a server without a client."""
-    server = Server(source.regions, source.layout, Options(), environ={})
+    server = TransferServer(source.regions, source.layout, ConnectorSettings(), environ={})
     try:
-        yield server, Peer(*server.address)
+        yield server, PeerServer(*server.address)
     finally:
         server.close()
 
@@ -469,6 +477,6 @@ def test_a_peer_that_disconnects_repeatedly_is_abandoned() -> None:
         accept_client(channel)
         knocks.append(channel.expect(Fetch))
 
-    with scripted_peer(peer_without_blocks) as peer, pulling(Cache(1, 64), Options()) as client:
+    with scripted_peer(peer_without_blocks) as peer, pulling(Cache(1, 64), ConnectorSettings()) as client:
         assert pull(client, peer, [0]).failure == "reset"
     assert len(knocks) == 3

@@ -14,15 +14,15 @@ from engine.tests.connector.loopback import TOKEN, WAIT_S, Cache
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute_engine.connector.options import STORAGE_CLASS, Options
-from kvroute_engine.connector.scheduler import Pull, Step
+from kvroute_engine.connector.options import STORAGE_CLASS, ConnectorSettings
+from kvroute_engine.connector.scheduler import ConnectorStep, Pull
 from kvroute_engine.connector.storage.loads import KeptBlocks
 from kvroute_engine.connector.storage.merged_pull import split
-from kvroute_engine.connector.transfer.pool import Peer, buffer_peer
-from kvroute_engine.connector.transfer.server import Server
-from kvroute_engine.connector.transfer.transfer_lanes import Transfer
+from kvroute_engine.connector.transfer.pool import PeerServer, buffer_peer
+from kvroute_engine.connector.transfer.server import TransferServer
+from kvroute_engine.connector.transfer.transfer_lanes import BlockTransfer
 from kvroute_engine.connector.transfer_params import KvTransferParams
-from kvroute_engine.connector.worker import Worker
+from kvroute_engine.connector.worker import ConnectorWorker
 
 LAYERS, BLOCK_BYTES, BLOCKS = 2, 64, 10
 LOCAL = tuple(range(BLOCKS, 2 * BLOCKS))
@@ -36,7 +36,7 @@ LOCAL = tuple(range(BLOCKS, 2 * BLOCKS))
 )
 def test_every_block_is_fetched_once(first: int, kept_first: int, kept_blocks: int) -> None:
     """Blocks that the buffer server has come from there, at their position in the read; all others from the peer."""
-    whole = Transfer("r", Peer("p", 1), "held", first, LOCAL[first:], prompt="digest")
+    whole = BlockTransfer("r", PeerServer("p", 1), "held", first, LOCAL[first:], prompt="digest")
     kept = KeptBlocks(kept_first, kept_blocks, "read", "b:2", "key")
     buffer = buffer_peer("b:2")
     fetched = dict[int, tuple[str, int]]()
@@ -58,9 +58,9 @@ def test_every_block_is_fetched_once(first: int, kept_first: int, kept_blocks: i
 class Ends:
     """The two sources, which hold the same prompt, and the worker of a decode instance."""
 
-    prefill: Server
-    buffer: Server
-    worker: Worker
+    prefill: TransferServer
+    buffer: TransferServer
+    worker: ConnectorWorker
     source: Cache
     stored: Cache
     target: Cache
@@ -83,7 +83,7 @@ class Ends:
 
     def pull(self, kept: KeptBlocks | None, first: int = 0) -> set[int]:
         """Pull the prompt from position `first` on; return the blocks that have not arrived."""
-        self.worker.begin(Step(pulls=[Pull("r", self.params(kept), first, LOCAL[first:])]))
+        self.worker.begin(ConnectorStep(pulls=[Pull("r", self.params(kept), first, LOCAL[first:])]))
         deadline_s = time.monotonic() + WAIT_S
         while time.monotonic() < deadline_s:
             _, received = self.worker.ended()
@@ -101,7 +101,7 @@ class Ends:
             origin += {self.source.block(0, at): "p", self.stored.block(0, at): "b", bytes(BLOCK_BYTES): "-"}[content]
         return origin
 
-    def released(self, *servers: Server) -> None:
+    def released(self, *servers: TransferServer) -> None:
         """Wait until the servers may free the blocks."""
         deadline_s = time.monotonic() + WAIT_S
         while any(server.held for server in servers):
@@ -119,10 +119,10 @@ def running() -> Iterator[Ends]:
         Cache(LAYERS, BLOCK_BYTES, seed=2),
         Cache(LAYERS, BLOCK_BYTES),
     )
-    prefill, buffer = (Server(cache.regions, cache.layout, TOKEN, environ={}) for cache in (source, stored))
+    prefill, buffer = (TransferServer(cache.regions, cache.layout, TOKEN, environ={}) for cache in (source, stored))
     host, port = buffer.address
-    options: Options = msgspec.structs.replace(TOKEN, buffer=f"{host}:{port}")
-    worker = Worker(target.regions, target.layout, options, producer=False, environ={})
+    options: ConnectorSettings = msgspec.structs.replace(TOKEN, buffer=f"{host}:{port}")
+    worker = ConnectorWorker(target.regions, target.layout, options, producer=False, environ={})
     try:
         yield Ends(prefill, buffer, worker, source, stored, target)
     finally:
@@ -192,9 +192,9 @@ def test_a_prompt_that_is_cached_releases_both_sources() -> None:
     with running() as ends:
         ends.prefill.hold("held", range(BLOCKS))
         ends.buffer.hold("read", range(3, 7), prompt="key")
-        ends.worker.begin(Step(releases=[ends.params(ends.kept(3, 4))]))
+        ends.worker.begin(ConnectorStep(releases=[ends.params(ends.kept(3, 4))]))
         ends.released(ends.prefill, ends.buffer)
 
 
 def test_transfers_with_the_buffer_server_have_its_class() -> None:
-    assert buffer_peer("[::1]:7201") == Peer("::1", 7201, "buffer [::1]:7201", STORAGE_CLASS)
+    assert buffer_peer("[::1]:7201") == PeerServer("::1", 7201, "buffer [::1]:7201", STORAGE_CLASS)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute_engine.connector.options import Options, read_options
-from kvroute_engine.connector.scheduler import Ending, Held, Scheduler, Step
+from kvroute_engine.connector.options import ConnectorSettings, read_options
+from kvroute_engine.connector.scheduler import ConnectorScheduler, ConnectorStep, Ending, HeldBlocks
 from kvroute_engine.connector.stats import (
-    Counts,
+    TransferCounts,
     add,
     count_early,
     count_failure,
@@ -28,7 +28,7 @@ from kvroute_engine.connector.stats import (
     summary,
 )
 from kvroute_engine.connector.transfer.block_leases import BlockLease, BlockLeases, Computing, Freed
-from kvroute_engine.connector.transfer.congestion import Gauges, Sent
+from kvroute_engine.connector.transfer.congestion import Gauges, SentCounters
 from kvroute_engine.connector.transfer.faults import fault_of
 from kvroute_engine.connector.transfer_params import prompt_digest
 from kvroute_engine.errors import InputError
@@ -40,9 +40,11 @@ NOTHING = Ending(False, None)
 """The ending of a request that no peer fetches."""
 
 
-def scheduler(**arguments: Any) -> Scheduler:
+def scheduler(**arguments: Any) -> ConnectorScheduler:
     """Return a scheduler whose workers listen on ports 7001 and 7002."""
-    made = Scheduler(Options(instance="prefill0"), engine_id="engine", block_tokens=BLOCK_TOKENS, **arguments)
+    made = ConnectorScheduler(
+        ConnectorSettings(instance="prefill0"), engine_id="engine", block_tokens=BLOCK_TOKENS, **arguments
+    )
     made.listening({0: ("10.0.0.1", 7001), 1: ("10.0.0.1", 7002)})
     return made
 
@@ -85,7 +87,7 @@ def test_every_transfer_request_ends_in_one_pull_or_one_release(data: st.DataObj
     """For any order of vLLM's calls, repeated ones included, a prefill instance never waits for its timeout."""
     decode = scheduler()
     arrived: set[str] = set()
-    steps: list[Step] = []
+    steps: list[ConnectorStep] = []
     for action in data.draw(st.lists(st.tuples(st.sampled_from(["arrive", "match", "allocate", "take"]), REQUESTS))):
         match action:
             case ("arrive", request) if request not in arrived:
@@ -112,7 +114,7 @@ def test_a_partly_cached_prompt_by_hand() -> None:
     prompt = list(range(40))
     prefill = scheduler()
     keep, params = prefill.finished("p", REMOTE_DECODE, prompt, completed=True, computed_tokens=40, blocks=[4, 9, 2])
-    assert prefill.take().holds == [Held("p", "p", (4, 9, 2), prompt_digest(prompt))]
+    assert prefill.take().holds == [HeldBlocks("p", "p", (4, 9, 2), prompt_digest(prompt))]
     assert keep
     assert params is not None
     assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
@@ -170,7 +172,7 @@ def test_a_held_prefix_is_pulled_and_the_whole_prompt_is_held(
         assert (pull.first, pull.blocks) == (cached // BLOCK_TOKENS, tuple(blocks[pull.first : last]))
         assert pull.transfer_params.remote_request_id == "c"
     ending = middle.finished("p", both, prompt, completed=True, computed_tokens=len(prompt), blocks=blocks)
-    assert middle.take().holds == [Held(name or "p", "p", tuple(blocks), prompt_digest(prompt))]
+    assert middle.take().holds == [HeldBlocks(name or "p", "p", tuple(blocks), prompt_digest(prompt))]
     assert ending.keep
     assert ending.kv_transfer_params is not None
     decode = scheduler()
@@ -245,7 +247,7 @@ def test_every_named_prompt_is_held_or_dropped_once(
     for request in ("a", "b", "c"):
         prefill.arrived(request, REMOTE_DECODE | {"transfer_id": f"t-{request}"}, list(range(40)))
     kept, begun, over = set(), set(), set[str]()
-    steps: list[Step] = []
+    steps: list[ConnectorStep] = []
     everything = [*actions, *(("abort", request, 1) for request in ("a", "b", "c"))]
     for action, request, tokens in everything:
         if request in over:
@@ -289,9 +291,11 @@ def test_every_named_prompt_is_held_or_dropped_once(
     assert not open_now
 
 
-def layerwise(**options: Any) -> Scheduler:
+def layerwise(**options: Any) -> ConnectorScheduler:
     """Return a scheduler that reports computed blocks (layer-wise transfer)."""
-    made = Scheduler(Options(layerwise=True, **options), engine_id="engine", block_tokens=BLOCK_TOKENS)
+    made = ConnectorScheduler(
+        ConnectorSettings(layerwise=True, **options), engine_id="engine", block_tokens=BLOCK_TOKENS
+    )
     made.listening({0: ("10.0.0.1", 7001)})
     return made
 
@@ -323,7 +327,7 @@ def test_a_prompt_can_be_requested_before_it_is_computed() -> None:
     ).kv_transfer_params
     assert params is not None
     assert params["remote_request_id"] == "t"
-    assert prefill.take().holds == [Held("t", "p", (4, 9, 2), prompt_digest(prompt))]
+    assert prefill.take().holds == [HeldBlocks("t", "p", (4, 9, 2), prompt_digest(prompt))]
     decode.finished("d", EARLY, prompt, completed=True, computed_tokens=40, blocks=[30, 31, 32])
     assert decode.take().cancels == ["d"]
 
@@ -345,7 +349,7 @@ def test_without_the_option_a_named_prompt_is_held_after_its_prefill() -> None:
     prefill.arrived("p", REMOTE_DECODE | {"transfer_id": "t"}, [1])
     assert prefill.watched({"p": 1}) == []
     assert prefill.finished("p", REMOTE_DECODE, [1], completed=True, computed_tokens=1, blocks=[3]).keep
-    assert prefill.take().holds == [Held("t", "p", (3,), prompt_digest([1]))]
+    assert prefill.take().holds == [HeldBlocks("t", "p", (3,), prompt_digest([1]))]
 
 
 @pytest.mark.parametrize(
@@ -556,7 +560,7 @@ def test_counts_add_up_for_any_grouping(parts: list[list[tuple[str, str, int]]])
     assert reported["failures"] == sum(map(len, parts)) - sum(map(len, each.values()))
 
 
-def count(counts: Counts, source: str, kind: str, nbytes: int) -> None:
+def count(counts: TransferCounts, source: str, kind: str, nbytes: int) -> None:
     """Count one event of a kind."""
     match kind:
         case "":
@@ -566,7 +570,7 @@ def count(counts: Counts, source: str, kind: str, nbytes: int) -> None:
         case "nixl":
             count_nixl(counts, source, nbytes)
         case "link":
-            sent = Sent(nbytes=nbytes, segments=2, again_bytes=nbytes // 2, again_segments=1)
+            sent = SentCounters(nbytes=nbytes, segments=2, again_bytes=nbytes // 2, again_segments=1)
             count_link(counts, source, nbytes % 2, sent, Gauges(connections=nbytes % 3, rtt_s=nbytes / 1e3))
         case reason:
             count_failure(counts, source, reason)
@@ -587,7 +591,7 @@ def test_the_connections_of_all_ranks_are_aggregated_into_one_link() -> None:
     for rank, gauges in enumerate(
         (Gauges(1, 0.02, 0.01, 10.0, 5.0, 3.0, 2.0, 7.0), Gauges(3, 0.04, 0.02, 1.0, 1.0, 1.0, 0.5, 8.0), Gauges())
     ):
-        count_link(counts, "d0", rank, Sent(), Gauges(9, 9.0, 9.0, 9.0, 9.0, 9.0))
-        count_link(counts, "d0", rank, Sent(), gauges)
+        count_link(counts, "d0", rank, SentCounters(), Gauges(9, 9.0, 9.0, 9.0, 9.0, 9.0))
+        count_link(counts, "d0", rank, SentCounters(), gauges)
     assert astuple(link(counts["links"]["d0"])) == pytest.approx((4, 0.035, 0.01, 11.0, 6.0, 4.0, 2.5, 8.0))
     assert link({}) == Gauges()

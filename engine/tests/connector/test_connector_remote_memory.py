@@ -29,38 +29,38 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvroute_engine.connector.blocks import Extent, HostRegion
-from kvroute_engine.connector.options import Options, read_options
-from kvroute_engine.connector.scheduler import Held, Pull, Step
+from kvroute_engine.connector.options import ConnectorSettings, read_options
+from kvroute_engine.connector.scheduler import ConnectorStep, HeldBlocks, Pull
 from kvroute_engine.connector.transfer.block_leases import Computing
 from kvroute_engine.connector.transfer.channel import FramedSocket
-from kvroute_engine.connector.transfer.client import Client, Result
-from kvroute_engine.connector.transfer.pool import Peer
+from kvroute_engine.connector.transfer.client import Result, TransferClient
+from kvroute_engine.connector.transfer.pool import PeerServer
 from kvroute_engine.connector.transfer.remote_memory import BlockCopy, SharedMemory, joined, ranges
-from kvroute_engine.connector.transfer.server import Server
-from kvroute_engine.connector.transfer.transfer_lanes import Transfer
+from kvroute_engine.connector.transfer.server import TransferServer
+from kvroute_engine.connector.transfer.transfer_lanes import BlockTransfer
 from kvroute_engine.connector.transfer.wire import (
     HEADER_BYTES_MAX,
     Attach,
     Attached,
+    BlockPart,
     Copied,
-    End,
     Fetch,
-    Part,
-    Parts,
-    Waiting,
+    KeepAlive,
+    LaneEnd,
+    MemoryParts,
     WireError,
 )
 from kvroute_engine.connector.transfer_params import KvTransferParams
-from kvroute_engine.connector.worker import Worker
+from kvroute_engine.connector.worker import ConnectorWorker
 from kvroute_engine.errors import InputError
 
-OPTIONS = Options(timeout_s=30.0)
+OPTIONS = ConnectorSettings(timeout_s=30.0)
 
 
 @contextmanager
 def reading(
-    fabric: Fabric, source: Cache, target: Cache, options: Options = OPTIONS, **arguments: Any
-) -> Iterator[tuple[Server, Client, Peer]]:
+    fabric: Fabric, source: Cache, target: Cache, options: ConnectorSettings = OPTIONS, **arguments: Any
+) -> Iterator[tuple[TransferServer, TransferClient, PeerServer]]:
     """Run a server and a client that both have an agent."""
     theirs, ours = (SharedMemory(cache.regions, fabric.agent()) for cache in (source, target))
     with ends(source, target, options, options, reads_into=ours, memory=theirs, **arguments) as both:
@@ -90,12 +90,12 @@ def until(condition: Any) -> None:
         time.sleep(0.001)
 
 
-def started(client: Client, peer: Peer, blocks: Sequence[int]) -> None:
+def started(client: TransferClient, peer: PeerServer, blocks: Sequence[int]) -> None:
     """Start to pull a request."""
-    client.start(Transfer("d", peer, "p", 0, tuple(blocks)))
+    client.start(BlockTransfer("d", peer, "p", 0, tuple(blocks)))
 
 
-def ended(client: Client) -> Result:
+def ended(client: TransferClient) -> Result:
     """Return the next result."""
     result = client.wait(WAIT_S)
     assert result is not None, "the transfer hangs"
@@ -121,7 +121,7 @@ def test_blocks_arrive_unchanged(
     targets = data.draw(st.lists(st.integers(0, BLOCKS - 1), min_size=count, max_size=count, unique=True))
     source, target = Cache(layers, block_bytes, gap_bytes, seed=1), Cache(layers, block_bytes, gap_bytes)
     fabric = Fabric()
-    with reading(fabric, source, target, Options(connections=connections)) as (server, client, peer):
+    with reading(fabric, source, target, ConnectorSettings(connections=connections)) as (server, client, peer):
         server.hold("p", held)
         result = pull(client, peer, targets, first=first, checksum=checksum)
     total = layers * count * block_bytes
@@ -139,7 +139,7 @@ def test_layers_are_read_as_they_are_computed() -> None:
     """A peer that waits for a prompt reads each layer when it has been computed, not before."""
     source, target, fabric = Cache(3, 64, seed=2), Cache(3, 64), Fabric()
     with reading(fabric, source, target) as (server, client, peer):
-        client.start(Transfer("d", peer, "p", 0, (4, 5), wait_s=WAIT_S))
+        client.start(BlockTransfer("d", peer, "p", 0, (4, 5), wait_s=WAIT_S))
         step = Computing("p", "p", (8, 9), 2)
         for layer in range(3):
             assert target.block(layer, 4) == bytes(64)
@@ -154,7 +154,7 @@ def test_blocks_that_were_withdrawn_during_a_read_do_not_count() -> None:
     request's."""
     source, target, fabric = Cache(2, 64, seed=3), Cache(2, 64), Fabric()
     fabric.held.set()
-    with reading(fabric, source, target, Options(connections=1)) as (server, client, peer):
+    with reading(fabric, source, target, ConnectorSettings(connections=1)) as (server, client, peer):
         server.hold("p", [1, 2])
         started(client, peer, [3, 4])
         until(lambda: fabric.reading)
@@ -171,7 +171,7 @@ def test_a_cancelled_transfer_ends_only_after_its_reads() -> None:
     """Until then the peer's data may still be written into the blocks, which vLLM would use for another request."""
     source, target, fabric = Cache(1, 64, seed=4), Cache(1, 64), Fabric()
     fabric.held.set()
-    with reading(fabric, source, target, Options(timeout_s=0.2)) as (server, client, peer):
+    with reading(fabric, source, target, ConnectorSettings(timeout_s=0.2)) as (server, client, peer):
         server.hold("p", [1])
         started(client, peer, [2])
         until(lambda: fabric.reading)
@@ -190,7 +190,7 @@ def test_a_long_read_is_no_failure() -> None:
     """The client tells the server that it is still reading."""
     source, target, fabric = Cache(1, 64, seed=5), Cache(1, 64), Fabric()
     fabric.held.set()
-    with reading(fabric, source, target, Options(timeout_s=3.0, connections=1)) as (server, client, peer):
+    with reading(fabric, source, target, ConnectorSettings(timeout_s=3.0, connections=1)) as (server, client, peer):
         server.hold("p", [1])
         started(client, peer, [2])
         until(lambda: fabric.reading)
@@ -206,7 +206,7 @@ def test_regions_are_read_together() -> None:
     """A short prompt of 40 layers is one read. Layers that are still being written by the device are one read each."""
     source, target, fabric = Cache(40, 64, seed=8), Cache(40, 64), Fabric()
     passed: list[str] = []
-    with reading(fabric, source, target, Options(timeout_s=30.0, connections=1)) as (server, client, peer):
+    with reading(fabric, source, target, ConnectorSettings(timeout_s=30.0, connections=1)) as (server, client, peer):
         server.hold("p", [3, 5])
         assert pull(client, peer, [7, 2]).failure == ""
         assert [len(read.local) for read in fabric.reads] == [80]
@@ -215,7 +215,7 @@ def test_regions_are_read_together() -> None:
         step = Computing("q", "q", (1,), 1)
         for layer in range(40):
             server.computed(step, [layer], partial(passed.append, str(layer)))
-        client.start(Transfer("e", peer, "q", 0, (9,)))
+        client.start(BlockTransfer("e", peer, "q", 0, (9,)))
         assert ended(client).failure == ""
         assert [len(read.local) for read in fabric.reads[1:]] == [1] * 40
     assert passed == [str(layer) for layer in range(40)]
@@ -231,12 +231,12 @@ def test_a_message_without_parts_is_refused() -> None:
         channel.expect(Attach)
         channel.send(offer)
         channel.expect(Fetch)
-        channel.send(Parts(()))
+        channel.send(MemoryParts(()))
         channel.expect(Copied)
 
     with scripted_peer(peer_of) as peer:
         memory = SharedMemory(target.regions, fabric.agent())
-        client = Client(target.regions, target.layout, OPTIONS, environ={}, memory=memory)
+        client = TransferClient(target.regions, target.layout, OPTIONS, environ={}, memory=memory)
         started(client, peer, [2])
         assert ended(client).failure == "malformed"
         client.close()
@@ -246,7 +246,7 @@ def test_a_silent_reader_is_given_up() -> None:
     """A peer that neither reads nor says that it is reading does not hold blocks forever."""
     source, fabric = Cache(1, 64, seed=6), Fabric()
     memory = SharedMemory(source.regions, fabric.agent())
-    options = Options(timeout_s=0.3, hold_s=0.1)
+    options = ConnectorSettings(timeout_s=0.3, hold_s=0.1)
     with ends(source, Cache(1, 64), options, options, memory=memory) as (server, client, peer):
         server.hold("p", [1])
         connections = client._pool
@@ -254,7 +254,7 @@ def test_a_silent_reader_is_given_up() -> None:
         assert isinstance(offer, Attached)
         assert offer.extents == tuple(region.extent for region in source.regions)
         channel.send(Fetch(request_id="p", first=0, count=1, transfer="t"))
-        assert isinstance(channel.receive_next(), Parts)
+        assert isinstance(channel.receive_next(), MemoryParts)
         until(lambda: bool(server.freed()))
         connections.drop(channel)
 
@@ -264,7 +264,7 @@ def test_after_a_failed_read_tcp_is_used(failing: int, caplog: pytest.LogCapture
     """The transfer is completed over TCP, and so are the next ones of this peer; the log says so once."""
     source, target, fabric = Cache(2, 64, seed=7), Cache(2, 64), Fabric()
     fabric.failing = failing
-    with reading(fabric, source, target, Options(connections=1)) as (server, client, peer):
+    with reading(fabric, source, target, ConnectorSettings(connections=1)) as (server, client, peer):
         for name in ("p", "q"):
             server.hold(name, [1, 2])
             result = pull(client, peer, [3, 4], request=name)
@@ -283,7 +283,7 @@ def test_idle_connections_are_not_used_after_a_failed_read() -> None:
         for name in ("p", "q", "r"):
             server.hold(name, [1])
         for name in ("p", "q"):
-            client.start(Transfer(name, peer, name, 0, (2,)))
+            client.start(BlockTransfer(name, peer, name, 0, (2,)))
         until(lambda: fabric.reading == 2)
         fabric.held.clear()
         assert [ended(client).nixl_bytes for _ in range(2)] == [64, 64]
@@ -307,7 +307,7 @@ def test_nixl_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     because a connection of UCX that has failed is not repaired."""
     source, target, fabric = Cache(1, 64, seed=8), Cache(1, 64), Fabric()
     fabric.failing = 1
-    with reading(fabric, source, target, Options(connections=1)) as (server, client, peer):
+    with reading(fabric, source, target, ConnectorSettings(connections=1)) as (server, client, peer):
         for name in ("p", "q"):
             server.hold(name, [1])
             assert pull(client, peer, [3], request=name).nixl_bytes == 0
@@ -401,7 +401,11 @@ def test_a_read_from_the_wrong_place_is_noticed_by_the_checksum(tmp_path: Path) 
     source, target, fabric = Cache(2, 64, seed=11), Cache(2, 64), Fabric()
     fault = tmp_path / "fault"
     fault.write_text("corrupt-layer-1", encoding="utf-8")
-    with reading(fabric, source, target, Options(fault_file=str(fault), connections=1)) as (server, client, peer):
+    with reading(fabric, source, target, ConnectorSettings(fault_file=str(fault), connections=1)) as (
+        server,
+        client,
+        peer,
+    ):
         server.hold("p", [4])
         assert pull(client, peer, [3], checksum=False).failure == ""
         assert (target.block(0, 3), target.block(1, 3)) == (source.block(0, 4), source.block(1, 5))
@@ -416,7 +420,7 @@ def test_fences_are_passed_before_blocks_are_read_and_written() -> None:
     with reading(fabric, source, target) as (server, client, peer):
         server.computed(Computing("p", "p", (1,), 1), [0], lambda: order.append("computed"))
         fence = partial(order.append, f"reads {len(fabric.reads)}")
-        client.start(Transfer("d", peer, "p", 0, (2,), fence=fence))
+        client.start(BlockTransfer("d", peer, "p", 0, (2,), fence=fence))
         result = ended(client)
     assert (result.failure, order) == ("", ["computed", "reads 0"])
 
@@ -443,12 +447,12 @@ def test_a_peer_cannot_name_other_memory(
         channel.expect(Attach)
         channel.send(offer)
         channel.expect(Fetch)
-        channel.send(Parts((Part(region=0, first=0, count=1, number=0, nbytes=64, blocks=blocks),)))
+        channel.send(MemoryParts((BlockPart(region=0, first=0, count=1, number=0, nbytes=64, blocks=blocks),)))
         channel.expect(Copied)
-        channel.send(End())
+        channel.send(LaneEnd())
 
     with scripted_peer(peer_of) as peer:
-        client = Client(
+        client = TransferClient(
             target.regions, target.layout, OPTIONS, environ={}, memory=SharedMemory(target.regions, fabric.agent())
         )
         started(client, peer, [2])
@@ -499,16 +503,22 @@ def test_a_new_connection_tells_the_last_part_that_was_read() -> None:
         channel.send(theirs.offer)
         fetches.append(channel.expect(Fetch))
         if len(fetches) > 1:
-            channel.send(End())
+            channel.send(LaneEnd())
             return
-        channel.send(Parts(tuple(Part(region=n, first=0, count=1, number=n, nbytes=64, blocks=(4,)) for n in range(3))))
+        channel.send(
+            MemoryParts(
+                tuple(BlockPart(region=n, first=0, count=1, number=n, nbytes=64, blocks=(4,)) for n in range(3))
+            )
+        )
         assert theirs.progress_until(channel.readable, WAIT_S)
         channel.expect(Copied)
-        channel.send(Waiting())
+        channel.send(KeepAlive())
 
     with scripted_peer(peer_of) as peer:
         memory = SharedMemory(target.regions, fabric.agent())
-        client = Client(target.regions, target.layout, Options(connections=1), environ={}, memory=memory)
+        client = TransferClient(
+            target.regions, target.layout, ConnectorSettings(connections=1), environ={}, memory=memory
+        )
         started(client, peer, [2])
         assert ended(client).failure == ""
         client.close()
@@ -520,11 +530,11 @@ def test_workers_use_the_plane_of_their_options() -> None:
     """Two workers transfer by NIXL if both ask for it, and count the bytes."""
     source, target, fabric = Cache(2, 64, seed=13), Cache(2, 64), Fabric()
     options = read_options({"data_plane": "nixl", "instance": "p0"})
-    producer = Worker(source.regions, source.layout, options, consumer=False, environ={}, agent=fabric.agent)
-    consumer = Worker(target.regions, target.layout, options, producer=False, environ={}, agent=fabric.agent)
+    producer = ConnectorWorker(source.regions, source.layout, options, consumer=False, environ={}, agent=fabric.agent)
+    consumer = ConnectorWorker(target.regions, target.layout, options, producer=False, environ={}, agent=fabric.agent)
     assert producer.address is not None
     host, port = producer.address
-    producer.begin(Step(holds=[Held("p", "p", (1, 2))]))
+    producer.begin(ConnectorStep(holds=[HeldBlocks("p", "p", (1, 2))]))
     params = KvTransferParams(
         remote_engine_id="p",
         remote_request_id="p",
@@ -534,7 +544,7 @@ def test_workers_use_the_plane_of_their_options() -> None:
         remote_prompt="",
         remote_instance="p0",
     )
-    consumer.begin(Step(pulls=[Pull("d", params, 0, (3, 4))]))
+    consumer.begin(ConnectorStep(pulls=[Pull("d", params, 0, (3, 4))]))
     until(lambda: "d" in consumer.ended()[1])
     counts = consumer.counts()
     assert (counts["nbytes"], counts["nixl_bytes"]) == ({"p0": 256}, {"p0": 256})
@@ -547,7 +557,7 @@ def test_nixl_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     cache = Cache(1, 64)
     with pytest.raises(InputError) as caught:
-        Worker(cache.regions, cache.layout, read_options({"data_plane": "nixl"}))
+        ConnectorWorker(cache.regions, cache.layout, read_options({"data_plane": "nixl"}))
     assert "data_plane is nixl, but nixl cannot be imported" in str(caught.value)
     with pytest.raises(InputError, match="data_plane"):
         read_options({"data_plane": "rdma"})

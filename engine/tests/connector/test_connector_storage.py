@@ -24,11 +24,11 @@ from tests.waiting import until
 from kvroute_engine.block_store.interface import StoreError
 from kvroute_engine.block_store.keys import NO_PARENT, block_keys
 from kvroute_engine.block_store.location import StoreLocation
-from kvroute_engine.buffer import BufferServer, BufferSettings
+from kvroute_engine.buffer import BufferServer, BufferSpec
 from kvroute_engine.buffer.arena import Arena
 from kvroute_engine.connector.blocks import Region
-from kvroute_engine.connector.options import Options
-from kvroute_engine.connector.storage.loads import Load, LoadPart
+from kvroute_engine.connector.options import ConnectorSettings
+from kvroute_engine.connector.storage.loads import LoadPart, StagedLoad
 from kvroute_engine.connector.storage.plan import StorageStep
 from kvroute_engine.connector.storage.worker import StorageWorker
 from kvroute_engine.connector.storage.write_back import BlockWrite, Writes
@@ -37,7 +37,7 @@ from kvroute_engine.timed_connection import ConnectionLimits
 
 LAYERS, LAYER_BYTES, BLOCK_TOKENS = 3, 512, 32
 BLOCK_BYTES = LAYERS * LAYER_BYTES
-OPTIONS = Options(token="secret", timeout_s=5.0)
+OPTIONS = ConnectorSettings(token="secret", timeout_s=5.0)
 TOKENS = list(range(10 * BLOCK_TOKENS))
 KEYS = block_keys(TOKENS, BLOCK_TOKENS)
 
@@ -68,11 +68,11 @@ class Node:
 
 @asynccontextmanager
 async def node(
-    store: Path, *, blocks: int = 100, options: Options = OPTIONS, location: StoreLocation | None = None
+    store: Path, *, blocks: int = 100, options: ConnectorSettings = OPTIONS, location: StoreLocation | None = None
 ) -> AsyncIterator[Node]:
     """Run a buffer server with room for `blocks` blocks."""
     where = location or StoreLocation(str(store), 10_000_000)
-    server = BufferServer(BufferSettings(location=where, quota_bytes=blocks * BLOCK_BYTES, options=options))
+    server = BufferServer(BufferSpec(location=where, quota_bytes=blocks * BLOCK_BYTES, options=options))
     await server.start()
     try:
         async with aiohttp.ClientSession() as session:
@@ -120,7 +120,7 @@ class Engine:
         part = LoadPart(data, read_id, first, tuple(blocks), key.hex())
 
         def step() -> None:
-            self.worker.begin(StorageStep(loads=[Load("r", (part,), 1)]))
+            self.worker.begin(StorageStep(loads=[StagedLoad("r", (part,), 1)]))
             for at in range(LAYERS):
                 self.worker.wait_for_layer(f"layer{at}")
             self.worker.finish()
@@ -381,7 +381,7 @@ def test_an_engine_with_another_model_is_refused(tmp_path: Path, caplog: pytest.
 )
 def test_a_store_that_cannot_be_used_is_one_sentence(location: str, sentence: str) -> None:
     with pytest.raises(StoreError, match="^" + sentence):
-        BufferServer(BufferSettings(location=StoreLocation(location, 10**6), quota_bytes=1, options=OPTIONS))
+        BufferServer(BufferSpec(location=StoreLocation(location, 10**6), quota_bytes=1, options=OPTIONS))
 
 
 def test_a_load_from_a_server_that_dies_fails_its_blocks(tmp_path: Path) -> None:
@@ -508,7 +508,7 @@ def test_slots_are_locked_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (65536, 65536))
     location = StoreLocation(str(tmp_path), 10**6)
-    settings = BufferSettings(location=location, quota_bytes=10**6, lock_memory=True, options=OPTIONS)
+    settings = BufferSpec(location=location, quota_bytes=10**6, lock_memory=True, options=OPTIONS)
     with pytest.raises(InputError, match=r"^--lock-memory: at most 65536 bytes of memory may be locked, less than the"):
         BufferServer(settings)
 
@@ -518,7 +518,7 @@ def test_a_router_that_does_not_send_its_request_is_disconnected(tmp_path: Path,
     """A connection without a request, and a request without the rest of its body."""
     location = StoreLocation(str(tmp_path), 10**6)
     limits = ConnectionLimits(request_s=0.2, idle_s=WAIT_S)
-    settings = BufferSettings(location=location, quota_bytes=10**6, options=OPTIONS, limits=limits)
+    settings = BufferSpec(location=location, quota_bytes=10**6, options=OPTIONS, limits=limits)
 
     async def main() -> None:
         server = BufferServer(settings)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute_engine.block_store.keys import NO_PARENT, block_keys
-from kvroute_engine.connector.storage.loads import KeptBlocks, Load
-from kvroute_engine.connector.storage.plan import Prompt, StoragePlan
+from kvroute_engine.connector.storage.loads import KeptBlocks, StagedLoad
+from kvroute_engine.connector.storage.plan import StoragePlan, StorePrompt
 from kvroute_engine.connector.storage.write_back import BlockWrite
 
 BLOCK = 16
@@ -36,7 +36,7 @@ def staged(tokens: list[int], first: int, *sizes: int, salt: str = "", **more: A
 def begun(tokens: list[int], params: dict[str, Any] | None, **prompt: Any) -> StoragePlan:
     """Return a plan with one new request, "r"."""
     plan = StoragePlan(BLOCK)
-    plan.arrived("r", params, Prompt(tokens, prompt.pop("live_tokens", tokens), **prompt))
+    plan.arrived("r", params, StorePrompt(tokens, prompt.pop("live_tokens", tokens), **prompt))
     return plan
 
 
@@ -190,7 +190,7 @@ def test_a_block_is_reported_when_all_ranks_have_written_it() -> None:
     tokens = tokens_of(BLOCK)
     (key,) = block_keys(tokens, BLOCK)
     plan = StoragePlan(BLOCK, ranks=2)
-    plan.arrived("r", REMOTE_DECODE, Prompt(tokens, tokens))
+    plan.arrived("r", REMOTE_DECODE, StorePrompt(tokens, tokens))
     plan.finished("r", BLOCK, [0], kept=False)
     plan.stored(0, [key], None)
     number = plan.take().number
@@ -219,7 +219,7 @@ def test_the_scheduler_waits_until_every_planned_block_is_over() -> None:
 
 
 def test_a_load_names_its_end() -> None:
-    assert Load("r", (), 3).end_tokens(BLOCK) == 3 * BLOCK
+    assert StagedLoad("r", (), 3).end_tokens(BLOCK) == 3 * BLOCK
 
 
 def test_kept_parts_are_not_released_and_the_decode_instance_learns_of_them() -> None:

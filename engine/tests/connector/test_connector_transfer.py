@@ -30,19 +30,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute_engine.connector.blocks import runs
-from kvroute_engine.connector.options import Options
-from kvroute_engine.connector.scheduler import Held, Pull, Scheduler, Step
+from kvroute_engine.connector.options import ConnectorSettings
+from kvroute_engine.connector.scheduler import ConnectorScheduler, ConnectorStep, HeldBlocks, Pull
 from kvroute_engine.connector.transfer.authentication import session
 from kvroute_engine.connector.transfer.channel import BUFFER_BYTES, PROBE_S, FramedSocket, mark, probed, tune
 from kvroute_engine.connector.transfer.chunk_scheduler import Chunk
-from kvroute_engine.connector.transfer.client import Client, Result
+from kvroute_engine.connector.transfer.client import Result, TransferClient
 from kvroute_engine.connector.transfer.faults import corrupt
-from kvroute_engine.connector.transfer.pool import Peer
-from kvroute_engine.connector.transfer.server import Server
-from kvroute_engine.connector.transfer.transfer_lanes import Transfer
-from kvroute_engine.connector.transfer.wire import VERSION, Challenge, Fetch, Hello, Part, Welcome, WireError
+from kvroute_engine.connector.transfer.pool import PeerServer
+from kvroute_engine.connector.transfer.server import TransferServer
+from kvroute_engine.connector.transfer.transfer_lanes import BlockTransfer
+from kvroute_engine.connector.transfer.wire import (
+    VERSION,
+    BlockPart,
+    Challenge,
+    Fetch,
+    Hello,
+    Welcome,
+    WireError,
+)
 from kvroute_engine.connector.transfer_params import KvTransferParams
-from kvroute_engine.connector.worker import Worker
+from kvroute_engine.connector.worker import ConnectorWorker
 
 
 @settings(deadline=None, max_examples=60)
@@ -63,7 +71,7 @@ def test_blocks_arrive_unchanged(
     count = data.draw(st.integers(1, len(held) - first))
     targets = data.draw(st.lists(st.integers(0, BLOCKS - 1), min_size=count, max_size=count, unique=True))
     source, target = Cache(layers, block_bytes, gap_bytes, seed=1), Cache(layers, block_bytes)
-    options = Options(connections=connections)
+    options = ConnectorSettings(connections=connections)
     with ends(source, target, options, options) as (server, client, peer):
         server.hold("p", held)
         result = pull(client, peer, targets, first=first, checksum=checksum)
@@ -93,7 +101,11 @@ def test_only_a_checksum_detects_a_damaged_layer(tmp_path: Path, layer: int) -> 
     fault_file = tmp_path / "fault"
     fault_file.write_text(f"corrupt-layer-{layer}\n", encoding="utf-8")
     source, target = Cache(3, 64, seed=3), Cache(3, 64)
-    with ends(source, target, Options(fault_file=str(fault_file)), Options()) as (server, client, peer):
+    with ends(source, target, ConnectorSettings(fault_file=str(fault_file)), ConnectorSettings()) as (
+        server,
+        client,
+        peer,
+    ):
         server.hold("p", [5])
         assert pull(client, peer, [7]).failure == "checksum"
         server.hold("q", [5])
@@ -116,7 +128,11 @@ def test_the_fault_damages_one_block_alone(
     fault_file.write_text(f"corrupt-layer-1-block-{block}", encoding="utf-8")
     source, target = Cache(2, 64, seed=4), Cache(2, 64)
     held, targets = range(10, 18), range(8 - first)
-    with ends(source, target, Options(fault_file=str(fault_file)), Options()) as (server, client, peer):
+    with ends(source, target, ConnectorSettings(fault_file=str(fault_file)), ConnectorSettings()) as (
+        server,
+        client,
+        peer,
+    ):
         server.hold("p", held)
         result = pull(client, peer, targets, first=first, checksum=checksum)
     struck = first <= block < len(held)
@@ -130,9 +146,9 @@ def test_the_fault_damages_one_block_alone(
     assert wrong == ([(1, block)] if struck else [])
 
 
-def client_result(client: Client, peer: Peer, remote: str, checksum: bool = False) -> Result:
+def client_result(client: TransferClient, peer: PeerServer, remote: str, checksum: bool = False) -> Result:
     """Pull one block of request `remote` into block 0."""
-    client.start(Transfer("d", peer, remote, 0, (0,), checksum))
+    client.start(BlockTransfer("d", peer, remote, 0, (0,), checksum))
     result = client.wait(WAIT_S)
     assert result is not None
     return result
@@ -141,15 +157,15 @@ def client_result(client: Client, peer: Peer, remote: str, checksum: bool = Fals
 @pytest.mark.parametrize(
     ("server", "client", "change", "failure"),
     [
-        pytest.param(TOKEN, Options(token="guess"), {}, "token", id="wrong-token"),
-        pytest.param(TOKEN, Options(), {}, "token", id="no-token"),
+        pytest.param(TOKEN, ConnectorSettings(token="guess"), {}, "token", id="wrong-token"),
+        pytest.param(TOKEN, ConnectorSettings(), {}, "token", id="no-token"),
         pytest.param(TOKEN, TOKEN, {"tp": 2}, "layout", id="other-tp"),
         pytest.param(TOKEN, TOKEN, {"region_bytes": (64, 32)}, "layout", id="other-blocks"),
         pytest.param(TOKEN, TOKEN, {"dtype": "float16"}, "layout", id="other-dtype"),
     ],
 )
 def test_unauthenticated_clients_are_rejected(
-    server: Options, client: Options, change: dict[str, Any], failure: str
+    server: ConnectorSettings, client: ConnectorSettings, change: dict[str, Any], failure: str
 ) -> None:
     """Such clients are rejected before any byte of KV is sent, and the blocks stay held for other peers."""
     source, target = Cache(2, 64, seed=4), Cache(2, 64)
@@ -183,9 +199,9 @@ def test_a_client_without_the_token_gets_an_error_and_is_disconnected() -> None:
         channel.send(msgspec.structs.replace(hello, proof=session("guess", challenge, hello).client_proof))
         channel.send(Fetch(request_id="p", first=0, count=1, transfer="t"))
         with pytest.raises(WireError, match="a different token"):
-            channel.expect(Part)
+            channel.expect(BlockPart)
         with pytest.raises(ConnectionError):
-            channel.expect(Part)
+            channel.expect(BlockPart)
 
 
 def test_a_server_without_the_token_gets_no_data() -> None:
@@ -215,26 +231,26 @@ def test_a_peer_that_dies_during_a_transfer_is_a_failure(sent: int) -> None:
         channel.expect(Fetch)
         for layer in range(2):
             rest = memoryview(source.block(layer, 0))[: max(0, sent - 64 * layer)]
-            channel.send(Part(region=layer, first=0, count=1, number=layer, nbytes=64), [rest])
+            channel.send(BlockPart(region=layer, first=0, count=1, number=layer, nbytes=64), [rest])
             if len(rest) < 64:
                 return
 
-    with scripted_peer(peer_that_dies) as peer, pulling(target, Options()) as client:
+    with scripted_peer(peer_that_dies) as peer, pulling(target, ConnectorSettings()) as client:
         assert pull(client, peer, [0], checksum=False).failure == "reset"
 
 
 @pytest.mark.parametrize(
     "part",
     [
-        pytest.param(Part(region=1, first=4, count=1, number=0, nbytes=64), id="other-layer"),
-        pytest.param(Part(region=-1, first=4, count=1, number=0, nbytes=64), id="no-layer"),
-        pytest.param(Part(region=0, first=4, count=1, number=0, nbytes=65), id="other-size"),
-        pytest.param(Part(region=0, first=3, count=1, number=0, nbytes=64), id="before"),
-        pytest.param(Part(region=0, first=4, count=2, number=0, nbytes=128), id="behind"),
-        pytest.param(Part(region=0, first=4, count=0, number=0, nbytes=0), id="nothing"),
+        pytest.param(BlockPart(region=1, first=4, count=1, number=0, nbytes=64), id="other-layer"),
+        pytest.param(BlockPart(region=-1, first=4, count=1, number=0, nbytes=64), id="no-layer"),
+        pytest.param(BlockPart(region=0, first=4, count=1, number=0, nbytes=65), id="other-size"),
+        pytest.param(BlockPart(region=0, first=3, count=1, number=0, nbytes=64), id="before"),
+        pytest.param(BlockPart(region=0, first=4, count=2, number=0, nbytes=128), id="behind"),
+        pytest.param(BlockPart(region=0, first=4, count=0, number=0, nbytes=0), id="nothing"),
     ],
 )
-def test_a_chunk_that_was_not_requested_is_malformed(part: Part) -> None:
+def test_a_chunk_that_was_not_requested_is_malformed(part: BlockPart) -> None:
     """Nothing is written."""
     target = Cache(1, 64)
 
@@ -243,7 +259,7 @@ def test_a_chunk_that_was_not_requested_is_malformed(part: Part) -> None:
         channel.expect(Fetch)
         channel.send(part, [memoryview(bytes([255]) * part.nbytes)])
 
-    with scripted_peer(peer_with_a_wrong_chunk) as peer, pulling(target, Options()) as client:
+    with scripted_peer(peer_with_a_wrong_chunk) as peer, pulling(target, ConnectorSettings()) as client:
         assert pull(client, peer, [0], first=4).failure == "malformed"
     assert not target.memory.any()
 
@@ -251,16 +267,16 @@ def test_a_chunk_that_was_not_requested_is_malformed(part: Part) -> None:
 def test_a_silent_peer_times_out() -> None:
     """The peer accepts the connection and never sends anything."""
     listener = socket.create_server(("127.0.0.1", 0))
-    peer = Peer("127.0.0.1", listener.getsockname()[1])
-    with listener, pulling(Cache(1, 64), Options(timeout_s=0.05)) as client:
+    peer = PeerServer("127.0.0.1", listener.getsockname()[1])
+    with listener, pulling(Cache(1, 64), ConnectorSettings(timeout_s=0.05)) as client:
         assert pull(client, peer, [0]).failure == "timeout"
 
 
 def test_a_pull_fails_if_the_port_is_closed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pulling(Cache(1, 64), Options()) as client:
-        assert pull(client, Peer("127.0.0.1", port), [0]).failure == "refused"
+    with pulling(Cache(1, 64), ConnectorSettings()) as client:
+        assert pull(client, PeerServer("127.0.0.1", port), [0]).failure == "refused"
 
 
 def test_closing_the_server_aborts_transfers_in_progress(tmp_path: Path) -> None:
@@ -268,9 +284,13 @@ def test_closing_the_server_aborts_transfers_in_progress(tmp_path: Path) -> None
     fault_file = tmp_path / "fault"
     fault_file.write_text("stall-layer-1", encoding="utf-8")
     source, target = Cache(2, 64, seed=6), Cache(2, 64)
-    with ends(source, target, Options(fault_file=str(fault_file)), Options()) as (server, client, peer):
+    with ends(source, target, ConnectorSettings(fault_file=str(fault_file)), ConnectorSettings()) as (
+        server,
+        client,
+        peer,
+    ):
         server.hold("p", [0])
-        client.start(Transfer("d", peer, "p", 0, (0,)))
+        client.start(BlockTransfer("d", peer, "p", 0, (0,)))
         server.close()
         result = client.wait(WAIT_S)
         assert result is not None
@@ -283,9 +303,13 @@ def test_closing_the_client_aborts_transfers_in_progress(tmp_path: Path, repeat:
     fault_file = tmp_path / "fault"
     fault_file.write_text(f"stall-layer-{repeat % 2}", encoding="utf-8")
     source, target = Cache(2, 64, seed=6), Cache(2, 64)
-    with ends(source, target, Options(fault_file=str(fault_file)), Options()) as (server, client, peer):
+    with ends(source, target, ConnectorSettings(fault_file=str(fault_file)), ConnectorSettings()) as (
+        server,
+        client,
+        peer,
+    ):
         server.hold("p", [0])
-        client.start(Transfer("d", peer, "p", 0, (0,)))
+        client.start(BlockTransfer("d", peer, "p", 0, (0,)))
         if repeat >= 10:
             while not server.links():
                 time.sleep(0.001)
@@ -318,11 +342,11 @@ def test_the_handshake_detects_a_server_that_is_gone() -> None:
 def test_the_client_reconnects_to_a_restarted_server() -> None:
     """The client keeps connections to a server that is gone; it detects this and opens new ones."""
     source, target = Cache(1, 64, seed=7), Cache(1, 64)
-    with ends(source, target, Options(), Options()) as (server, client, peer):
+    with ends(source, target, ConnectorSettings(), ConnectorSettings()) as (server, client, peer):
         server.hold("p", [0])
         assert pull(client, peer, [0]).failure == ""
         server.close()
-        again = Server(source.regions, source.layout, Options(port=peer.port), environ={})
+        again = TransferServer(source.regions, source.layout, ConnectorSettings(port=peer.port), environ={})
         try:
             again.hold("q", [3])  # the release of the first request may still be in flight
             assert pull(client, peer, [1], request="q").failure == ""
@@ -334,12 +358,16 @@ def test_the_client_reconnects_to_a_restarted_server() -> None:
 def test_blocks_are_freed_by_a_release_or_a_timeout() -> None:
     """A successful transfer, a failed one, a release message and a timeout each free a request once."""
     source, target, clock = Cache(1, 64, seed=8), Cache(1, 64), Clock()
-    with ends(source, target, Options(hold_s=10.0), Options(), clock=clock) as (server, client, peer):
+    with ends(source, target, ConnectorSettings(hold_s=10.0), ConnectorSettings(), clock=clock) as (
+        server,
+        client,
+        peer,
+    ):
         for request in ("p", "short", "unwanted", "forgotten"):
             server.hold(request, [0])
         assert pull(client, peer, [0]).failure == ""
         assert pull(client, peer, [0, 1]).failure == "gone"
-        client.start(Transfer("d", peer, "short", 0, (0, 1)))
+        client.start(BlockTransfer("d", peer, "short", 0, (0, 1)))
         result = client.wait(WAIT_S)
         assert result is not None
         assert result.failure == "range"
@@ -350,7 +378,7 @@ def test_blocks_are_freed_by_a_release_or_a_timeout() -> None:
         assert freed == {"p", "short", "unwanted"}
         clock.now = 10.0
         assert [(one.request_id, one.expired) for one in server.freed()] == [("forgotten", True)]
-        client.start(Transfer("d", peer, "forgotten", 0, (0,)))
+        client.start(BlockTransfer("d", peer, "forgotten", 0, (0,)))
         late = client.wait(WAIT_S)
         assert late is not None
         assert late.failure == "gone"
@@ -362,15 +390,15 @@ def test_two_prompts_under_one_name_are_not_mixed(caplog: pytest.LogCaptureFixtu
     """The second hold is rejected with a log line, and its blocks are freed. A fetch of the first prompt succeeds, a
     fetch of the second one is refused."""
     source, target = Cache(1, 64, seed=13), Cache(1, 64)
-    prefill = Worker(source.regions, source.layout, Options(), consumer=False, environ={})
+    prefill = ConnectorWorker(source.regions, source.layout, ConnectorSettings(), consumer=False, environ={})
     try:
-        prefill.begin(Step(holds=[Held("t", "first", (3,), "digest1")]))
-        prefill.begin(Step(holds=[Held("t", "second", (5,), "digest2")]))
+        prefill.begin(ConnectorStep(holds=[HeldBlocks("t", "first", (3,), "digest1")]))
+        prefill.begin(ConnectorStep(holds=[HeldBlocks("t", "second", (5,), "digest2")]))
         assert "request second cannot be fetched" in caplog.text
         assert prefill.ended()[0] == {"second"}
         assert prefill.address is not None
-        with pulling(target, Options()) as client:
-            client.start(Transfer("d", Peer(*prefill.address), "t", 0, (0,), prompt=digest))
+        with pulling(target, ConnectorSettings()) as client:
+            client.start(BlockTransfer("d", PeerServer(*prefill.address), "t", 0, (0,), prompt=digest))
             result = client.wait(WAIT_S)
     finally:
         prefill.close()
@@ -382,16 +410,16 @@ def test_two_prompts_under_one_name_are_not_mixed(caplog: pytest.LogCaptureFixtu
 def test_a_fetch_may_arrive_before_the_scheduler_reports_the_prompt() -> None:
     """The router may be faster than the engine's next step; if the prompt never comes, the fetch is refused."""
     source, target = Cache(1, 64, seed=9), Cache(1, 64)
-    with ends(source, target, Options(), Options()) as (server, client, peer):
-        client.start(Transfer("d", peer, "p", 0, (0,)))
+    with ends(source, target, ConnectorSettings(), ConnectorSettings()) as (server, client, peer):
+        client.start(BlockTransfer("d", peer, "p", 0, (0,)))
         assert client.results() == []
         server.hold("p", [4])
         result = client.wait(WAIT_S)
         assert result is not None
         assert result.failure == ""
-    with ends(source, target, Options(), Options(), unknown_wait_s=0.0) as (server, client, peer):
+    with ends(source, target, ConnectorSettings(), ConnectorSettings(), unknown_wait_s=0.0) as (server, client, peer):
         assert pull(client, peer, [0]).failure == "unknown"
-    patient = Options(timeout_s=3.0)  # on both sides: the refusal still comes before the client times out
+    patient = ConnectorSettings(timeout_s=3.0)  # on both sides: the refusal still comes before the client times out
     with ends(source, target, patient, patient) as (server, client, peer):
         assert pull(client, peer, [0]).failure == "unknown"
 
@@ -401,7 +429,7 @@ def test_a_fetch_may_arrive_before_the_scheduler_reports_the_prompt() -> None:
 def test_random_bytes_do_not_stop_the_server(noise: bytes, framed: bool) -> None:
     """An unknown peer may send any bytes; the next transfer succeeds."""
     source, target = Cache(1, 64, seed=10), Cache(1, 64)
-    with ends(source, target, Options(), Options()) as (server, client, peer):
+    with ends(source, target, ConnectorSettings(), ConnectorSettings()) as (server, client, peer):
         with socket.create_connection((peer.host, peer.port)) as unauthenticated:
             unauthenticated.sendall((len(noise).to_bytes(4, "big") if framed else b"") + noise)
         server.hold("p", [2])
@@ -458,20 +486,20 @@ def test_a_transfer_between_two_instances_end_to_end(tokens: int, cached_blocks:
     """From a finished prompt, through the router's JSON, to blocks in place that are counted and freed at their
     source."""
     source, target = Cache(2, 64, seed=11), Cache(2, 64)
-    prompt, options = list(range(tokens)), Options(token="secret", instance="prefill0")
+    prompt, options = list(range(tokens)), ConnectorSettings(token="secret", instance="prefill0")
     cached = min(cached_blocks * 16, tokens // 16 * 16)
     held, mine = list(range(3, 3 + -(-tokens // 16))), list(range(10, 10 + -(-tokens // 16)))
-    prefill = Worker(source.regions, source.layout, options, consumer=False, environ={})
-    decode = Worker(target.regions, target.layout, options, producer=False, environ={})
+    prefill = ConnectorWorker(source.regions, source.layout, options, consumer=False, environ={})
+    decode = ConnectorWorker(target.regions, target.layout, options, producer=False, environ={})
     try:
         assert prefill.address is not None
-        there = Scheduler(options, engine_id="p", block_tokens=16)
+        there = ConnectorScheduler(options, engine_id="p", block_tokens=16)
         there.listening({0: prefill.address})
         params = there.finished(
             "p", {"do_remote_decode": True}, prompt, completed=True, computed_tokens=tokens, blocks=held
         ).kv_transfer_params
         prefill.begin(there.take())
-        here = Scheduler(options, engine_id="d", block_tokens=16)
+        here = ConnectorScheduler(options, engine_id="d", block_tokens=16)
         here.arrived("d", msgspec.json.decode(msgspec.json.encode(params)), prompt)
         matched = here.matched("d", tokens, cached)
         here.allocated("d", tokens, mine, matched)
@@ -501,14 +529,14 @@ def test_blocks_are_written_after_the_device_s_work_with_their_earlier_content()
     source, target = Cache(2, 64, seed=18), Cache(2, 64)
     passed: list[str] = []
     regions = [FencedRegion(region, passed) for region in target.regions]
-    options = Options(instance="prefill0")
-    prefill = Worker(source.regions, source.layout, options, consumer=False, environ={})
+    options = ConnectorSettings(instance="prefill0")
+    prefill = ConnectorWorker(source.regions, source.layout, options, consumer=False, environ={})
     fence = partial(passed.append, "passed")
-    decode = Worker(regions, target.layout, options, producer=False, fence=lambda: fence, environ={})
+    decode = ConnectorWorker(regions, target.layout, options, producer=False, fence=lambda: fence, environ={})
     try:
         assert prefill.address is not None
         host, port = prefill.address
-        prefill.begin(Step(holds=[Held("p", "p", (0, 1, 2))]))
+        prefill.begin(ConnectorStep(holds=[HeldBlocks("p", "p", (0, 1, 2))]))
         params = KvTransferParams(
             remote_engine_id="p",
             remote_request_id="p",
@@ -517,7 +545,7 @@ def test_blocks_are_written_after_the_device_s_work_with_their_earlier_content()
             remote_num_tokens=48,
             remote_prompt="",
         )
-        decode.begin(Step(pulls=[Pull("d", params, 0, (4, 5, 6))]))
+        decode.begin(ConnectorStep(pulls=[Pull("d", params, 0, (4, 5, 6))]))
         while not (received := decode.ended()[1]):
             pass
     finally:
@@ -531,14 +559,14 @@ def test_blocks_are_written_after_the_device_s_work_with_their_earlier_content()
 def test_a_finished_prompt_can_be_fetched_while_the_next_step_runs() -> None:
     """It is offered before the model of that step runs. The rest of the step, after the model, offers nothing again."""
     source, target = Cache(1, 64, seed=17), Cache(1, 64)
-    prefill = Worker(source.regions, source.layout, Options(), consumer=False, environ={})
-    step = Step(holds=[Held("t", "p", (3,))])
+    prefill = ConnectorWorker(source.regions, source.layout, ConnectorSettings(), consumer=False, environ={})
+    step = ConnectorStep(holds=[HeldBlocks("t", "p", (3,))])
     try:
         prefill.overwrites(step)
         prefill.offer(step)
         assert prefill.address is not None
-        with pulling(target, Options()) as client:
-            client.start(Transfer("d", Peer(*prefill.address), "t", 0, (0,)))
+        with pulling(target, ConnectorSettings()) as client:
+            client.start(BlockTransfer("d", PeerServer(*prefill.address), "t", 0, (0,)))
             result = client.wait(WAIT_S)
             assert result is not None
             assert result.failure == ""
@@ -554,7 +582,7 @@ def test_a_finished_prompt_can_be_fetched_while_the_next_step_runs() -> None:
 
 def test_a_failed_pull_reports_its_blocks_once() -> None:
     """vLLM recomputes exactly these blocks."""
-    options = Options()
+    options = ConnectorSettings()
     target = Cache(1, 64)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -566,9 +594,9 @@ def test_a_failed_pull_reports_its_blocks_once() -> None:
         remote_num_tokens=40,
         remote_prompt="x",
     )
-    worker = Worker(target.regions, target.layout, options, producer=False, environ={})
+    worker = ConnectorWorker(target.regions, target.layout, options, producer=False, environ={})
     try:
-        worker.begin(Step(pulls=[Pull("d", params, 1, (8, 9))]))
+        worker.begin(ConnectorStep(pulls=[Pull("d", params, 1, (8, 9))]))
         received: set[str] = set()
         while not received:
             received |= worker.ended()[1]

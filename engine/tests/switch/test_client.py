@@ -216,8 +216,8 @@ def test_an_address_in_use_is_one_sentence(served: Served) -> None:
 class AlsoToPortZero(Aggregator):
     """An aggregator that also answers to port 0, to which no kernel sends."""
 
-    def receive(self, octets: bytes, source: Hashable, now_s: float) -> list[tuple[Hashable, bytes]]:
-        return [(("127.0.0.1", 0), octets), *super().receive(octets, source, now_s)]
+    def receive(self, content: bytes, source: Hashable, now_s: float) -> list[tuple[Hashable, bytes]]:
+        return [(("127.0.0.1", 0), content), *super().receive(content, source, now_s)]
 
 
 def test_an_address_that_cannot_be_sent_to_does_not_stop_the_switch() -> None:

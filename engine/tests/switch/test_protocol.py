@@ -17,13 +17,13 @@ from kvroute_engine.switch.wire import (
     CHUNK_VALUES,
     CONTROL_BYTES,
     DATA_BYTES,
-    Control,
+    ControlPacket,
     Data,
-    Kind,
+    PacketError,
+    PacketKind,
     Reason,
     Reduction,
     Values,
-    WireError,
     decode,
     encode,
 )
@@ -179,20 +179,20 @@ def test_jobs_share_the_slots_and_the_last_one_is_refused() -> None:
     """Of 10 slots two jobs take 4 each; a third is refused until one has left."""
     switch = Aggregator(10, 1)
 
-    def join(job: int, slots: int = 4, workers: int = 1) -> Control:
+    def join(job: int, slots: int = 4, workers: int = 1) -> ControlPacket:
         worker = Worker(job, 0, workers, slots, 1, 0.01)
         ((_, answer),) = switch.receive(next(iter(worker.outgoing(0.0))), "address", 0.0)
         found = decode(answer)
-        assert isinstance(found, Control)
+        assert isinstance(found, ControlPacket)
         return found
 
-    assert [join(job).kind for job in (1, 2)] == [Kind.JOINED, Kind.JOINED]
+    assert [join(job).kind for job in (1, 2)] == [PacketKind.JOINED, PacketKind.JOINED]
     refused = join(3)
-    assert (refused.kind, refused.reason) == (Kind.REFUSED, Reason.SLOTS)
+    assert (refused.kind, refused.reason) == (PacketKind.REFUSED, Reason.SLOTS)
     assert join(1, slots=2).reason == Reason.SHAPE
     switch.receive(Worker(1, 0, 1, 4, 1, 0.01).leave(), "address", 0.0)
     assert switch.free_slots == 6
-    assert join(3).kind == Kind.JOINED
+    assert join(3).kind == PacketKind.JOINED
     switch.expire(1_000.0)
     assert switch.free_slots == 10
 
@@ -207,7 +207,7 @@ def test_a_refused_worker_says_why() -> None:
 packets = st.one_of(
     st.builds(
         Data,
-        kind=st.sampled_from([Kind.DATA, Kind.RESULT]),
+        kind=st.sampled_from([PacketKind.DATA, PacketKind.RESULT]),
         job=st.integers(0, 2**32 - 1),
         epoch=st.integers(1, 2**32 - 1),
         worker=st.integers(0, 3),
@@ -219,8 +219,8 @@ packets = st.one_of(
         values=st.just(np.arange(CHUNK_VALUES, dtype=np.int32)),
     ),
     st.builds(
-        Control,
-        kind=st.sampled_from([Kind.JOIN, Kind.JOINED, Kind.STALE, Kind.LEAVE]),
+        ControlPacket,
+        kind=st.sampled_from([PacketKind.JOIN, PacketKind.JOINED, PacketKind.STALE, PacketKind.LEAVE]),
         job=st.integers(0, 2**32 - 1),
         epoch=st.integers(0, 2**31),
         worker=st.integers(0, 3),
@@ -234,29 +234,29 @@ packets = st.one_of(
 
 
 @given(packets)
-def test_packets_survive_the_wire(packet: Data | Control) -> None:
-    octets = encode(packet)
-    assert len(octets) == (DATA_BYTES if isinstance(packet, Data) else CONTROL_BYTES)
-    assert encode(decode(octets)) == octets
+def test_packets_survive_the_wire(packet: Data | ControlPacket) -> None:
+    content = encode(packet)
+    assert len(content) == (DATA_BYTES if isinstance(packet, Data) else CONTROL_BYTES)
+    assert encode(decode(content)) == content
 
 
 sizes = st.sampled_from([0, 1, CONTROL_BYTES, DATA_BYTES, DATA_BYTES + 1])
 
 
 @given(sizes.flatmap(lambda size: st.binary(min_size=size, max_size=size)))
-def test_other_bytes_are_refused_or_ignored(octets: bytes) -> None:
+def test_other_bytes_are_refused_or_ignored(content: bytes) -> None:
     """No bytes make the machines fail."""
-    with contextlib.suppress(WireError):
-        decode(octets)
-    Aggregator(4, 1).receive(octets, 0, 0.0)
-    Worker(0, 0, 1, 1, 1, 0.01).receive(octets, 0.0)
+    with contextlib.suppress(PacketError):
+        decode(content)
+    Aggregator(4, 1).receive(content, 0, 0.0)
+    Worker(0, 0, 1, 1, 1, 0.01).receive(content, 0.0)
 
 
 @pytest.mark.parametrize(("epoch", "malformed"), [(2**31, 0), (2**31 + 1, 1), (2**32 - 1, 1)])
 def test_a_join_with_an_impossible_epoch_is_malformed(epoch: int, malformed: int) -> None:
     """Its successor would not fit into the field."""
     switch = Aggregator(4, 1)
-    switch.receive(encode(Control(Kind.JOIN, 1, epoch, 0, 1, slots=1)), 0, 0.0)
+    switch.receive(encode(ControlPacket(PacketKind.JOIN, 1, epoch, 0, 1, slots=1)), 0, 0.0)
     assert switch.malformed == malformed
 
 
@@ -268,7 +268,7 @@ def exchange(switch: Aggregator, machines: dict[int, Worker], now_s: float, deaf
             for packet in list(machine.outgoing(now_s)):
                 for target, answer in switch.receive(packet, number, now_s):
                     assert isinstance(target, int)
-                    if not (target in deaf and decode(answer).kind == Kind.RESULT):
+                    if not (target in deaf and decode(answer).kind == PacketKind.RESULT):
                         machines[target].receive(answer, now_s)
 
 

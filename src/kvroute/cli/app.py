@@ -70,14 +70,14 @@ class Commands(TyperGroup):
         if found is None:
             module, _, attribute = place.partition(":")
             found = getattr(import_module(f"kvroute.cli.{module}"), attribute)
-        alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
+        single = typer.Typer(rich_markup_mode="rich", add_completion=False)
         if isinstance(found, typer.Typer):
             for registered in found.registered_commands:
                 registered.cls = Command
-            alone.add_typer(found, name=cmd_name)
-            return typer.main.get_group(alone).commands[cmd_name]
-        alone.command(cmd_name, cls=Command)(found)
-        return typer.main.get_command(alone)
+            single.add_typer(found, name=cmd_name)
+            return typer.main.get_group(single).commands[cmd_name]
+        single.command(cmd_name, cls=Command)(found)
+        return typer.main.get_command(single)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Resolve a command; the error for an unknown one suggests the nearest names of the table."""

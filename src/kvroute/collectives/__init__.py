@@ -1,7 +1,5 @@
 """All-reduce schemes (rings, hierarchical rings, in-network aggregation) as sets of flows, and their costs."""
 
-from kvroute_engine.agent.schemes import SCHEMES, Scheme
-
 from kvroute.collectives.costs import all_seconds, bound_s, link_bytes, seconds
 from kvroute.collectives.iterations import InstanceTraffic, IterationTraffic, instance_traffic, unshared_links
 from kvroute.collectives.schemes import (
@@ -12,6 +10,7 @@ from kvroute.collectives.schemes import (
     CollectiveFlow,
     all_reduce,
 )
+from kvroute_engine.agent.schemes import SCHEMES, Scheme
 
 __all__ = [
     "INA_SCHEMES",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvroute_engine.agent.schemes import SCHEMES, Scheme
-
 from kvroute.collectives.schemes import (
     Aggregation,
     AllReduce,
@@ -16,6 +14,7 @@ from kvroute.collectives.schemes import (
 from kvroute.flows import FlowNetwork
 from kvroute.topology.cluster import Cluster
 from kvroute.types import FloatArray
+from kvroute_engine.agent.schemes import SCHEMES, Scheme
 
 
 def link_bytes(collective: Collective) -> dict[int, float]:

@@ -135,14 +135,14 @@ def _unusable(scheme: str, name: str, aggregation: Aggregation | None) -> InputE
 def _iteration(cluster: Cluster, reduced: Collective, count: float, own: frozenset[int]) -> IterationTraffic:
     """Args: `reduced`: flows with the bytes of all-reduces of one token; `count`: number of them one after another."""
     carried = link_bytes(reduced)
-    alone = Collective(reduced.scheme, reduced.flows, 0.0)
+    without_latency = Collective(reduced.scheme, reduced.flows, 0.0)
     return IterationTraffic(
         flows=tuple(flow for flow in reduced.flows if not own.issuperset(flow.links)),
         links=np.array(list(carried), dtype=np.int64),
         link_bytes=np.array(list(carried.values())),
         count=count,
         latency_s=count * reduced.latency_s,
-        s_per_token=seconds(alone, cluster.capacity_bytes_per_s),
+        s_per_token=seconds(without_latency, cluster.capacity_bytes_per_s),
     )
 
 

@@ -16,25 +16,26 @@ from kvroute.control.log.entries import (
     replay,
 )
 from kvroute.control.log.hashing import LogHashing
-from kvroute.control.queueing.fair_queue import FairQueue, Waiting
+from kvroute.control.queueing.fair_queue import FairQueue, WaitingRequest
 from kvroute.control.queueing.request_queue import QueuedRequest, RequestQueue
 from kvroute.control.replication.admissions import Admissions
 from kvroute.control.replication.replica import Replica, SyncState
-from kvroute.control.replication.usage import Usage
-from kvroute.control.settings import ControlSettings
+from kvroute.control.replication.usage import ChargedUsage
+from kvroute.control.settings import CoreSpec
 from kvroute.control.spec import ControlSpec
-from kvroute.control.view import Load
+from kvroute.control.view import CountedLoad
 
 __all__ = [
     "Admissions",
     "Backlog",
     "Calibration",
     "CalibrationRow",
+    "ChargedUsage",
     "Control",
-    "ControlSettings",
     "ControlSpec",
+    "CoreSpec",
+    "CountedLoad",
     "FairQueue",
-    "Load",
     "LogHashing",
     "LogHeader",
     "LogRecord",
@@ -45,8 +46,7 @@ __all__ = [
     "ShadowTally",
     "SyncState",
     "TermsKept",
-    "Usage",
-    "Waiting",
+    "WaitingRequest",
     "calibration_deciles",
     "decisions_equal",
     "is_log",

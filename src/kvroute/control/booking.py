@@ -72,7 +72,7 @@ class Booking(msgspec.Struct, gc=False):
     """Decode decision that was made on arrival, because the read path depends on it, and is due after the prefill."""
     at_home: bool = False
     """True if the transfer from another datacenter failed: the request is not offloaded again."""
-    joint: bool = False
+    both_on_arrival: bool = False
     """True if both legs must be chosen on arrival."""
     only: tuple[str, ...] | None = None
     """Names of the instances that may serve it; None: all."""
@@ -88,7 +88,7 @@ class Booking(msgspec.Struct, gc=False):
         failed = [each for each in self.avoid.failed if each != index]
         self.avoid = self.avoid._replace(failed=[*failed, index])
 
-    def bar_others(self, instances: Sequence[Instance]) -> None:
+    def restrict_to(self, instances: Sequence[Instance]) -> None:
         """Exclude the instances of the cluster that are not in `only`."""
         if self.only is not None:
             others = [index for index, instance in enumerate(instances) if instance.name not in self.only]
@@ -96,9 +96,9 @@ class Booking(msgspec.Struct, gc=False):
 
     def for_peers(self, instances: Sequence[Instance], *, sessions: bool) -> PeerBooking:
         """Return what is booked as other gateways count it. Args: `sessions`: whether they get its session, too."""
-        decodes, alone = self.pool is not None and self.position >= 0, self.prompt_s > 0.0
-        sends, prefills = self.in_transfer and self.source >= 0, self.prefill >= 0 or alone
-        prefill_s = self.prompt_s if alone else self.prefill_s
+        decodes, aggregated = self.pool is not None and self.position >= 0, self.prompt_s > 0.0
+        sends, prefills = self.in_transfer and self.source >= 0, self.prefill >= 0 or aggregated
+        prefill_s = self.prompt_s if aggregated else self.prefill_s
         return PeerBooking(
             self.request.id,
             prefill=instances[self.source].name if prefills else "",

@@ -12,7 +12,7 @@ from kvroute.control.dispatcher import Dispatcher
 from kvroute.control.offload.offloader import Offloader
 from kvroute.control.prefix_copies.source import PrefixCopies
 from kvroute.control.reservations import Reservations
-from kvroute.control.settings import ControlSettings
+from kvroute.control.settings import CoreSpec
 from kvroute.control.view import ClusterView
 from kvroute.oracle import NetworkOracle
 from kvroute.topology import Cluster
@@ -24,7 +24,7 @@ GONE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class CoreParts:
     """The parts of a core that belong to one cluster."""
 
     cluster: Cluster
@@ -37,8 +37,8 @@ class Parts:
 
     @classmethod
     def of(
-        cls, cluster: Cluster, settings: ControlSettings, oracle: NetworkOracle, before: ClusterView | None = None
-    ) -> Parts:
+        cls, cluster: Cluster, settings: CoreSpec, oracle: NetworkOracle, before: ClusterView | None = None
+    ) -> CoreParts:
         """Return the parts for a cluster, without load. Args: `before`: the view whose caches it may take over."""
         view = ClusterView(cluster, settings, oracle, before.caches if before is not None else None)
         offload = settings.options.offload
@@ -57,7 +57,7 @@ class NextCluster:
     left: tuple[str, ...]
     members: Mapping[str, Joined]
     """All discovered engines of the next cluster, by name."""
-    parts: Parts
+    parts: CoreParts
     before: IntArray
     """[n] earlier index of each instance; -1: it is new."""
     after: IntArray
@@ -75,8 +75,8 @@ class NextCluster:
 def next_cluster(
     base: Cluster,
     members: Mapping[str, Joined],
-    parts: Parts,
-    settings: ControlSettings,
+    parts: CoreParts,
+    settings: CoreSpec,
     joined: tuple[Joined, ...],
     left: tuple[str, ...],
 ) -> NextCluster:
@@ -111,7 +111,7 @@ def next_cluster(
     after = np.full(len(earlier.instances), -1, dtype=np.int64)
     after[before[before >= 0]] = np.flatnonzero(before >= 0)
     links = {link.name: number for number, link in enumerate(earlier.links)}
-    following = Parts.of(cluster, settings, parts.oracle.of_changed(cluster), parts.view)
+    following = CoreParts.of(cluster, settings, parts.oracle.of_changed(cluster), parts.view)
     return NextCluster(
         joined=joined,
         left=left,
@@ -124,7 +124,7 @@ def next_cluster(
     )
 
 
-def _refuse_features(parts: Parts, settings: ControlSettings) -> None:
+def _refuse_features(parts: CoreParts, settings: CoreSpec) -> None:
     options = settings.options
     features = {
         "offload": options.offload is not None,
@@ -138,14 +138,14 @@ def _refuse_features(parts: Parts, settings: ControlSettings) -> None:
             raise InputError(f"a cluster with `{name}` cannot change", hint="list its instances in the cluster file")
 
 
-def refuse_in_use(old: Parts, following: NextCluster, bookings: Mapping[int, Booking]) -> None:
+def refuse_in_use(old: CoreParts, following: NextCluster, bookings: Mapping[int, Booking]) -> None:
     """Raises InputError if a leg of a request is in progress on an instance that leaves."""
     after = following.after.tolist()
     for booking in bookings.values():
         _refuse_in_use(old, booking, after)
 
 
-def carry_over(old: Parts, following: NextCluster, bookings: Mapping[int, Booking], at: float) -> None:
+def carry_over(old: CoreParts, following: NextCluster, bookings: Mapping[int, Booking], at: float) -> None:
     """Move the state of a core to the parts of its next cluster. The caller has called `refuse_in_use`.
 
     Instances that stay keep load, health, slow start, cached prefixes and learned bandwidths; requests keep their
@@ -159,7 +159,7 @@ def carry_over(old: Parts, following: NextCluster, bookings: Mapping[int, Bookin
     moved = new.view.take_over(old.view, following.before)
     prefill = {name: positions.tolist() for name, positions in moved.prefill.items()}
     decode = {id(old.view.decode[key]): (new.view.decode[key], each.tolist()) for key, each in moved.decode.items()}
-    decode |= {id(old.view.stays[key]): (new.view.stays[key], each.tolist()) for key, each in moved.stays.items()}
+    decode |= {id(old.view.kept[key]): (new.view.kept[key], each.tolist()) for key, each in moved.kept.items()}
     for booking in bookings.values():
         if booking.prefill >= 0:
             booking.prefill = prefill[booking.model][booking.prefill]
@@ -172,12 +172,12 @@ def carry_over(old: Parts, following: NextCluster, bookings: Mapping[int, Bookin
         booking.target = after[booking.target] if booking.target >= 0 else GONE
         failed = [after[index] for index in booking.avoid.failed if after[index] >= 0]
         booking.avoid = booking.avoid._replace(failed=failed)
-        booking.bar_others(new.cluster.instances)
+        booking.restrict_to(new.cluster.instances)
     new.view.states.take_over(old.view.states, following.links_after)
     new.oracle.take_over(old.oracle, following.before, following.links_before, _transfers(bookings.values()))
 
 
-def _refuse_in_use(parts: Parts, booking: Booking, after: list[int]) -> None:
+def _refuse_in_use(parts: CoreParts, booking: Booking, after: list[int]) -> None:
     prefills = booking.prefill >= 0 and after[booking.source] < 0
     decodes = booking.position >= 0 and after[booking.target] < 0
     if prefills or decodes:

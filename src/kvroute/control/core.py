@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from kvroute.control.booking import NOTHING_AVOIDED
 from kvroute.control.choice.forecast import Backlog
-from kvroute.control.cluster_change import NextCluster, Parts
+from kvroute.control.cluster_change import CoreParts, NextCluster
 from kvroute.control.events.fleet import FLEET_HANDLERS
 from kvroute.control.events.kv import KV_HANDLERS
 from kvroute.control.events.measurements import MEASUREMENT_HANDLERS
@@ -14,11 +14,11 @@ from kvroute.control.events.peers import PEER_HANDLERS
 from kvroute.control.events.requests import REQUEST_HANDLERS
 from kvroute.control.events.state import CoreState, Handler
 from kvroute.control.offload.offloader import Offloader
-from kvroute.control.peers import Peers
+from kvroute.control.peers import PeerGateways
 from kvroute.control.scaling.scaler import Scaling
-from kvroute.control.settings import ControlSettings
-from kvroute.control.state.caches import Caches
-from kvroute.control.view import Load
+from kvroute.control.settings import CoreSpec
+from kvroute.control.state.caches import PrefixCaches
+from kvroute.control.view import CountedLoad
 from kvroute.oracle import NetworkOracle
 from kvroute.policies import TierLearned
 from kvroute.prefix import PrefixIndex
@@ -43,7 +43,7 @@ class Control:
     """Turns events into decisions. The simulator calls `handle` in virtual time, the gateway in real time; a recorded
     log of events can be replayed as a test."""
 
-    def __init__(self, cluster: Cluster, settings: ControlSettings, oracle: NetworkOracle) -> None:
+    def __init__(self, cluster: Cluster, settings: CoreSpec, oracle: NetworkOracle) -> None:
         """Start with an idle, empty cluster.
 
         Args:
@@ -51,16 +51,16 @@ class Control:
             settings: policies and limits.
             oracle: the router's model of the network; this core reports its own transfers to it.
         """
-        parts = Parts.of(cluster, settings, oracle)
+        parts = CoreParts.of(cluster, settings, oracle)
         scaling = Scaling(settings.options.scaling) if settings.options.scaling is not None else None
-        self._state = CoreState(cluster, settings, parts, Peers(parts), scaling)
+        self._state = CoreState(cluster, settings, parts, PeerGateways(parts), scaling)
 
     def handle(self, event: Event) -> tuple[Decision, ...]:
         """Process one event and return the decisions that follow from it (often none).
 
-        `Arrived` gives a `Prefill`. A `Decode` comes with it if both legs start at once (or are `joint`), or if the
-        instance serves the request alone (source and target are then the same). A request of one leg, or one that a
-        decode instance serves alone because that is cheaper than a pair, gets a single `Decode`.
+        `Arrived` gives a `Prefill`. A `Decode` comes with it if both legs start at once (or are `both_on_arrival`), or
+        if the instance serves the request aggregated (source and target are then the same). A request of one leg, or
+        one that a decode instance serves aggregated because that is cheaper than a pair, gets a single `Decode`.
         `PrefillFinished` gives the `Decode` if there was none. The two failure events give the decisions that replace
         the failed leg. `Served` gives the `Decode` as it is booked from then on, if its instance was another one. A
         `Reject` ends the request: all its bookings are released, and no further event about it may follow.
@@ -100,7 +100,7 @@ class Control:
         return self._state.scaling
 
     @property
-    def peers(self) -> Peers:
+    def peers(self) -> PeerGateways:
         """The other gateways of the cluster."""
         return self._state.peers
 
@@ -110,7 +110,7 @@ class Control:
         return self._state.cluster
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> CoreParts:
         """What belongs to the present cluster. A caller that holds it over a `ClusterChanged` frees its memory."""
         return self._state.parts
 
@@ -185,14 +185,14 @@ class Control:
         """Whether a read from the store has begun and its request still waits for its prefill."""
         return self._state.view.reads is not None and self._state.view.reads.in_progress(read_id)
 
-    def loads(self, at: float) -> dict[str, Load]:
+    def loads(self, at: float) -> dict[str, CountedLoad]:
         """Load of every instance as the router counts it, by name. Changes nothing."""
         return self._state.view.loads(at)
 
     @property
-    def alone_instances(self) -> list[str]:
+    def aggregated_instances(self) -> list[str]:
         """Names of the instances that the policy may let serve a request alone in place of a pair."""
-        return [self._state.cluster.instances[index].name for index in self._state.dispatcher.pairing.alone_ids]
+        return [self._state.cluster.instances[index].name for index in self._state.dispatcher.pairing.aggregated_ids]
 
     def learned(self, at: float) -> tuple[TierLearned, ...] | None:
         """What the acting policy, else the shadow policy, has learned from own transfers for each tier, [TIER_COUNT];
@@ -225,7 +225,7 @@ class Control:
             yield SessionsServed(at, tuple(known[first : first + _SESSIONS_MAX]))
 
     @property
-    def caches(self) -> Caches:
+    def caches(self) -> PrefixCaches:
         """The cached prefixes in all tiers of memory; only events change them."""
         return self._state.view.caches
 

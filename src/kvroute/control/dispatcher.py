@@ -8,7 +8,7 @@ import numpy as np
 from kvroute.control.booking import Booking
 from kvroute.control.choice.decode_choice import DecodeChoice
 from kvroute.control.choice.forecast import Forecaster
-from kvroute.control.choice.pairing import AlonePick, Pairing
+from kvroute.control.choice.pairing import AggregatedPick, Pairing
 from kvroute.control.choice.partners import Partners
 from kvroute.control.choice.shadow_policy import ShadowPolicy
 from kvroute.control.features import features_of
@@ -50,7 +50,7 @@ class Dispatcher:
         chosen = self.pairing.choose(offer)
         if isinstance(chosen, Reject):
             return (chosen,)
-        if isinstance(chosen, AlonePick):
+        if isinstance(chosen, AggregatedPick):
             return self._serve_aggregated(booking, at, chosen)
         booking.transfer_s = chosen.transfer_s
         pool, choice = view.prefill[booking.model], chosen.prefill
@@ -58,12 +58,12 @@ class Dispatcher:
             choice = offer.preferred(choice)
         pick: DecodePick | Reject | None = None
         index = int(pool.ids[choice.index])
-        if booking.joint or view.cluster.instances[index].traits.concurrent_legs:
+        if booking.both_on_arrival or view.cluster.instances[index].traits.concurrent_legs:
             choice, pick = self._partners.choose_both(offer, choice)
             index = int(pool.ids[choice.index])
         position, candidates = choice.index, offer.candidates
         name, hit_tokens = pool.names[position], int(candidates.hit_tokens[position])
-        prefill = Prefill(request.id, name, hit_tokens, choice.terms, alone=chosen.alone)
+        prefill = Prefill(request.id, name, hit_tokens, choice.terms, aggregated=chosen.aggregated)
         placed = Placed(at, "prefill", position, name, hit_tokens, prefill, offer, pick)
         for feature in self._attached:
             refused = feature.attach(booking, placed, offered.pop())
@@ -102,16 +102,16 @@ class Dispatcher:
         decode = self._book(booking, at, pool, pick.choice.index, pick.candidates, pick.tier, pick.choice.terms)
         return (_with_forecast(decode, booking),)
 
-    def _serve_aggregated(self, booking: Booking, at: float, chosen: AlonePick) -> tuple[Decision, ...]:
+    def _serve_aggregated(self, booking: Booking, at: float, chosen: AggregatedPick) -> tuple[Decision, ...]:
         """Prefill and decode on one instance. On a prefill instance the prompt is booked as any other prefill."""
         if self.forecaster.predicts(booking):
-            late = self.forecaster.foreseen(booking, self.forecaster.alone(chosen))
+            late = self.forecaster.foreseen(booking, self.forecaster.aggregated(chosen))
             if late is not None:
                 return (late,)
         pool, choice, terms = chosen.pool, chosen.pick.choice, chosen.compared
         candidates, tier = chosen.pick.candidates, chosen.pick.tier
         booking.source = int(pool.ids[choice.index])
-        if not chosen.stays:
+        if not chosen.kept:
             decode = self._book(booking, at, pool, choice.index, candidates, tier, terms)
             self._reservations.book_prompt(booking, at, chosen.prompt_s)
             return (_with_forecast(decode, booking),)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
-from kvroute.control.cluster_change import Parts
+from kvroute.control.cluster_change import CoreParts
 from kvroute.control.state.pool import DecodePool, PrefillPool
 from kvroute.control.state.report_checks import check_report
 from kvroute.types import InputError, PeerBooking, PeerEvent, PeerReport, Role, RoleDraining, RoleSwitched
@@ -39,7 +39,7 @@ class _Placed:
 
 
 @dataclass(slots=True)
-class Peer:
+class PeerGateway:
     """Another gateway, as its reports describe it."""
 
     sequence: int = 0
@@ -59,17 +59,17 @@ class Peer:
         return tuple(self.placed[number].booking for number in sorted(self.placed))
 
 
-class Peers:
+class PeerGateways:
     """The other gateways of a core. The caller decides when one is lost; reports may be late, repeated or missing."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts, self._peers = parts, dict[str, Peer]()
+    def __init__(self, parts: CoreParts) -> None:
+        self._parts, self._peers = parts, dict[str, PeerGateway]()
         self._numbers = count(_NUMBERS_FROM)
         self.arrivals = 0
         """Number of requests that other gateways have booked since they were in sync; it only rises."""
 
     @property
-    def all(self) -> Mapping[str, Peer]:
+    def all(self) -> Mapping[str, PeerGateway]:
         """Every gateway that has reported, by its identifier; lost ones are kept for a while."""
         return self._peers
 
@@ -93,7 +93,7 @@ class Peers:
             InputError: a number is out of its bounds. The view does not change.
         """
         check_report(report)
-        peer = self._peers.setdefault(report.gateway, Peer())
+        peer = self._peers.setdefault(report.gateway, PeerGateway())
         if report.sequence <= peer.sequence:
             return ()
         follows = report.sequence == peer.sequence + 1
@@ -139,14 +139,14 @@ class Peers:
             for placed in peer.placed.values():
                 self._update(at, placed, PeerBooking(placed.booking.request_id))
 
-    def put_back(self, at: float, parts: Parts) -> None:
+    def put_back(self, at: float, parts: CoreParts) -> None:
         """Book again what `lift` has taken out, on the instances of these parts. A transfer begins again."""
         self._parts = parts
         for peer in self._peers.values():
             for placed in peer.placed.values():
                 self._update(at, placed, placed.booking)
 
-    def _drains(self, peer: Peer, event: PeerEvent) -> bool:
+    def _drains(self, peer: PeerGateway, event: PeerEvent) -> bool:
         """Follow the drains of a gateway; return whether the event was the start of one. An instance that is drained
         takes no new requests here either."""
         if isinstance(event, RoleSwitched):
@@ -172,7 +172,7 @@ class Peers:
             if offloading is not None:
                 offloading.switching -= 1
 
-    def _apply(self, at: float, peer: Peer, booking: PeerBooking) -> None:
+    def _apply(self, at: float, peer: PeerGateway, booking: PeerBooking) -> None:
         placed = peer.placed.get(booking.request_id)
         if placed is None:
             if booking.empty or len(peer.placed) >= BOOKINGS_MAX:
@@ -292,7 +292,7 @@ class Peers:
         return pool, position
 
 
-def _index(parts: Parts, name: str) -> int | None:
+def _index(parts: CoreParts, name: str) -> int | None:
     """Index of an instance in the cluster; None if it is not (yet, or any more) in it."""
     try:
         return parts.cluster.index(name)

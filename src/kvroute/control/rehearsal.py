@@ -35,7 +35,7 @@ _KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"blocks": _BLOCKS},
     {"blocks": _BLOCKS, "session": 1},
-    {"blocks": _BLOCKS, "adapter": "rehearsal"},
+    {"blocks": _BLOCKS, "adapter": "warm-up"},
     {"one_leg": True},
     {"copyable": True, "blocks": (*_BLOCKS, 4)},
 )
@@ -43,11 +43,11 @@ _KINDS: tuple[dict[str, Any], ...] = (
 later ones."""
 
 
-def rehearse(control: Control) -> None:
+def warm_up(control: Control) -> None:
     """Let requests of each kind for each model arrive, move on, fail, and end. The core is unusable afterwards."""
     number = 0
     for model in sorted({instance.model for instance in control.cluster.instances}):
-        for joint in (False, True):
+        for both_on_arrival in (False, True):
             for kind in _KINDS:
                 number += 1
                 request = Request(
@@ -58,23 +58,23 @@ def rehearse(control: Control) -> None:
                     model=model,
                     **({"blocks": ()} | kind),
                 )
-                _serve(control, request, joint=joint)
+                _serve(control, request, both_on_arrival=both_on_arrival)
     for _ in control.dismantle():
         pass  # otherwise only the cyclic garbage collector would free the cached prefixes
 
 
-def _serve(control: Control, request: Request, *, joint: bool) -> None:
+def _serve(control: Control, request: Request, *, both_on_arrival: bool) -> None:
     """Report the steps of one request; every third stays in flight, so that later ones find its load."""
     number, at = request.id, float(request.id)
-    decisions = _handle(control, Arrived(at, request, joint=joint, ttft_max_s=1e6))
+    decisions = _handle(control, Arrived(at, request, both_on_arrival=both_on_arrival, ttft_max_s=1e6))
     if number % 3 == 1:
         decisions = _handle(control, PrefillFailed(at, number)) or decisions
     _query(control, request, at)
     decisions = (*decisions, *_handle(control, PrefillFinished(at, number)))
     if number % 3 == 2:
         decisions = (*decisions, *_handle(control, DecodeFailed(at, number)))
-    source = next((each.instance for each in decisions if isinstance(each, Prefill)), "")
-    target = next((each.target for each in decisions if isinstance(each, Decode)), "")
+    source = next((decision.instance for decision in decisions if isinstance(decision, Prefill)), "")
+    target = next((decision.target for decision in decisions if isinstance(decision, Decode)), "")
     for name in filter(None, (source, target)):
         _handle(control, InstanceMeasured(at, name, 1, 1, 0.5))
         _handle(control, InstanceUp(at, name, returned=True))

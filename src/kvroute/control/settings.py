@@ -47,7 +47,7 @@ class ControlOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class ControlSettings:
+class CoreSpec:
     """The operator's configuration; fixed for the life of a core."""
 
     decode_policy: DecodePolicy

@@ -6,9 +6,9 @@ from __future__ import annotations
 import msgspec
 
 from kvroute.control.core import Control
-from kvroute.control.rehearsal import rehearse
-from kvroute.control.settings import ControlOptions, ControlSettings
-from kvroute.oracle import NetworkOracle, OracleSettings
+from kvroute.control.rehearsal import warm_up
+from kvroute.control.settings import ControlOptions, CoreSpec
+from kvroute.oracle import NetworkOracle, OracleSpec
 from kvroute.policies import (
     DEFAULT_DECODE_POLICY,
     PairingPolicy,
@@ -18,7 +18,7 @@ from kvroute.policies import (
     prefill_policy,
 )
 from kvroute.topology import Cluster
-from kvroute.topology.reading.discovery import specimen
+from kvroute.topology.reading.discovery import template_cluster
 
 
 class ControlSpec(ControlOptions, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ class ControlSpec(ControlOptions, frozen=True, kw_only=True):
     prefill: str = "least-loaded"
     constraint: str = ""
     """`level:enforcement[:weight]`, e.g. "pod:fail"; empty: none."""
-    oracle: OracleSettings = OracleSettings()
+    oracle: OracleSpec = OracleSpec()
 
     def check(self) -> None:
         """Raises InputError for an unknown policy, parameter or constraint."""
@@ -44,13 +44,13 @@ class ControlSpec(ControlOptions, frozen=True, kw_only=True):
 
     def check_cluster(self, cluster: Cluster) -> None:
         """Raises InputError if no core can be built for this cluster, or for one of the engines that it discovers."""
-        self.build(cluster if cluster.instances else specimen(cluster))
+        self.build(cluster if cluster.instances else template_cluster(cluster))
 
     @property
-    def serves_alone(self) -> bool:
+    def serves_aggregated(self) -> bool:
         """Whether the decode policy may let one instance serve a request of two legs."""
         policy = decode_policy(self.decode, **self.parameters)
-        return isinstance(policy, PairingPolicy) and bool(policy.pair_policy(None).serves_alone)
+        return isinstance(policy, PairingPolicy) and bool(policy.pair_policy(None).serves_aggregated)
 
     def remarks(self, prefill: str) -> list[str]:
         """Return what the user should know of this combination of policies. Args: `prefill`: the prefill policy that is
@@ -75,22 +75,22 @@ class ControlSpec(ControlOptions, frozen=True, kw_only=True):
 
     def pairs_only(self) -> ControlSpec:
         """Return the same configuration with a decode policy that lets no instance serve a request of two legs."""
-        if not self.serves_alone:
+        if not self.serves_aggregated:
             return self
-        return msgspec.structs.replace(self, parameters=self.parameters | {"alone": 0.0})
+        return msgspec.structs.replace(self, parameters=self.parameters | {"aggregated": 0.0})
 
-    def rehearse(self, cluster: Cluster) -> None:
+    def warm_up(self, cluster: Cluster) -> None:
         """Run synthetic requests through separate cores, to compile now what is compiled on first use.
 
-        A constraint, or an instance that serves alone, may keep these requests from paths that later ones take, so
+        A constraint, or an aggregated request, may keep these requests from paths that later ones take, so
         there are also cores without them.
         """
-        cluster = cluster if cluster.instances else specimen(cluster)
+        cluster = cluster if cluster.instances else template_cluster(cluster)
         free = msgspec.structs.replace(self, constraint="")
         specs = [self]
         specs += [spec for spec in (free, free.pairs_only()) if spec != specs[-1]]
         for spec in specs:
-            rehearse(spec.build(cluster))
+            warm_up(spec.build(cluster))
 
     def _switchable(self, cluster: Cluster) -> frozenset[int]:
         """Prefill and decode instances of the datacenters that decode, if role switches are enabled."""
@@ -104,8 +104,8 @@ class ControlSpec(ControlOptions, frozen=True, kw_only=True):
             if instance.datacenter in homes and instance.role != "both"
         )
 
-    def _settings(self, switchable: frozenset[int]) -> ControlSettings:
-        return ControlSettings(
+    def _settings(self, switchable: frozenset[int]) -> CoreSpec:
+        return CoreSpec(
             decode_policy=decode_policy(self.decode, **self.parameters),
             prefill_policy=prefill_policy(self.prefill),
             shadow_policy=decode_policy(self.shadow) if self.shadow else None,

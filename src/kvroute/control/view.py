@@ -11,8 +11,8 @@ from kvroute import llm
 from kvroute.control.affinity.adapters import LoadedAdapters
 from kvroute.control.affinity.sessions import Sessions
 from kvroute.control.booking import Avoided
-from kvroute.control.settings import ControlSettings
-from kvroute.control.state.caches import Caches
+from kvroute.control.settings import CoreSpec
+from kvroute.control.state.caches import PrefixCaches
 from kvroute.control.state.policy_states import PolicyStates
 from kvroute.control.state.pool import DecodePool, PrefillPool
 from kvroute.control.state.storage_reads import StorageReads
@@ -37,7 +37,7 @@ PoolKey = tuple[str, KvProtocol]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class CountedLoad:
     """Load of one instance as the router counts it, for displays."""
 
     queued: int
@@ -48,19 +48,19 @@ class Load:
     """Reads in the storage queue of its node, in seconds; None: the cluster has no store."""
 
 
-class Moved(NamedTuple):
+class MovedPositions(NamedTuple):
     """Position of each earlier pool member in the pools of the next cluster; -1: it has left."""
 
     prefill: dict[str, IntArray]
     decode: dict[PoolKey, IntArray]
-    stays: dict[PoolKey, IntArray]
+    kept: dict[PoolKey, IntArray]
 
 
 class ClusterView:
     """Pools by model and protocol, with health. Its `choose_*` methods change nothing; only its setters do."""
 
     def __init__(
-        self, cluster: Cluster, settings: ControlSettings, oracle: NetworkOracle, caches: Caches | None = None
+        self, cluster: Cluster, settings: CoreSpec, oracle: NetworkOracle, caches: PrefixCaches | None = None
     ) -> None:
         """Start without load. Args: `caches` of a cluster that this one may follow (`take_over`); None: empty ones."""
         self.oracle, self.cluster, self.settings = oracle, cluster, settings
@@ -70,7 +70,7 @@ class ClusterView:
         self.models: dict[str, Model] = {
             name: llm.model(name) for name in sorted({instance.model for _, instance in members})
         }
-        self.caches = caches or Caches(cluster.instances, self.models, settings.options.cache_block_tokens)
+        self.caches = caches or PrefixCaches(cluster.instances, self.models, settings.options.cache_block_tokens)
         self.adapters = LoadedAdapters(settings.options.adapters)
         """LoRA adapters by instance; only events and bookings change them."""
         self.sessions = Sessions(settings.options.session_bonus_s)
@@ -91,12 +91,12 @@ class ClusterView:
             key: DecodePool.of([m for m in decodes if (m[1].model, m[1].protocol) == key], cluster.timing)
             for key in keys
         }
-        self.stays = self._stays()
+        self.kept = self._kept()
         """Prefill instances that can go on to decode a request, as decode pools; a KV cache is never sent to them."""
         pools: list[PrefillPool | DecodePool] = [
             *self.prefill.values(),
             *self.decode.values(),
-            *self.stays.values(),
+            *self.kept.values(),
         ]
         for pool in pools:
             pool.slow_start.window_s = settings.options.slow_start_s
@@ -109,7 +109,7 @@ class ClusterView:
         for index in sorted(turns):
             self._settle(index)
 
-    def _stays(self) -> dict[PoolKey, DecodePool]:
+    def _kept(self) -> dict[PoolKey, DecodePool]:
         if self.options.offload is not None or self.reads is not None:
             return {}
         members = [
@@ -125,10 +125,10 @@ class ClusterView:
         """The pool in which decodes on an instance are booked; None if it does not decode."""
         instance = self.cluster.instances[index]
         key = (instance.model, instance.protocol)
-        pools = (self.decode.get(key), self.stays.get(key))
+        pools = (self.decode.get(key), self.kept.get(key))
         return next((pool for pool in pools if pool is not None and index in pool.position), None)
 
-    def take_over(self, old: ClusterView, before: IntArray) -> Moved:
+    def take_over(self, old: ClusterView, before: IntArray) -> MovedPositions:
         """Continue with the state of the view of the cluster before, except oracle and policy states.
 
         Args:
@@ -141,20 +141,20 @@ class ClusterView:
         self.sessions.take_over(old.sessions)
         healthy = [*old._healthy, False]
         self._healthy = [healthy[index] for index in before.tolist()]
-        prefill, decode, stays = dict[str, IntArray](), dict[PoolKey, IntArray](), dict[PoolKey, IntArray]()
+        prefill, decode, kept = dict[str, IntArray](), dict[PoolKey, IntArray](), dict[PoolKey, IntArray]()
         for name, pool in self.prefill.items():
             if name in old.prefill:
                 prefill[name] = pool.take_over(old.prefill[name], before)
             else:
                 pool.up[:] = False
-        for pools, former, moved in ((self.decode, old.decode, decode), (self.stays, old.stays, stays)):
+        for pools, former, moved in ((self.decode, old.decode, decode), (self.kept, old.kept, kept)):
             for key, takers in pools.items():
                 if key in former:
                     moved[key] = takers.take_over(former[key], before)
                 else:
                     takers.up[:] = takers.open = False
         self._allowed = {name: self._allowed_prefill(name) for name in self.models}
-        return Moved(prefill, decode, stays)
+        return MovedPositions(prefill, decode, kept)
 
     def model_name(self, request: Request) -> str | None:
         """The model that serves a request. None if no instance serves it, or if it names none and there are several."""
@@ -193,22 +193,22 @@ class ClusterView:
         if index in prefill.position:
             prefill.up[prefill.position[index]] = up and role in ("prefill", "both")
         if decode is not None:
-            stays = decode in self.stays.values()
-            decode.set_up(decode.position[index], up and (stays or role in ("decode", "both")))
+            kept = decode in self.kept.values()
+            decode.set_up(decode.position[index], up and (kept or role in ("decode", "both")))
         self._allowed[instance.model] = self._allowed_prefill(instance.model)
 
-    def loads(self, at: float) -> dict[str, Load]:
+    def loads(self, at: float) -> dict[str, CountedLoad]:
         """Load of every instance, by name."""
-        result: dict[str, Load] = {}
+        result: dict[str, CountedLoad] = {}
         for pool in self.prefill.values():
             rows = zip(pool.names, pool.assigned.tolist(), pool.pending_s(at).tolist(), strict=True)
-            result |= {name: Load(assigned, pending_s) for name, assigned, pending_s in rows}
-        for decode in (*self.decode.values(), *self.stays.values()):
+            result |= {name: CountedLoad(assigned, pending_s) for name, assigned, pending_s in rows}
+        for decode in (*self.decode.values(), *self.kept.values()):
             for name, queued, prompts_s in zip(
                 decode.names, decode.queued.tolist(), decode.prompts_s(at).tolist(), strict=True
             ):
-                before = result.get(name, Load(0, 0.0))
-                result[name] = Load(queued + before.queued, before.pending_s + prompts_s)
+                before = result.get(name, CountedLoad(0, 0.0))
+                result[name] = CountedLoad(queued + before.queued, before.pending_s + prompts_s)
         if self.reads is not None:
             for instance, queue_s in zip(self.cluster.instances, self.reads.queue_s().tolist(), strict=True):
                 result[instance.name] = replace(result[instance.name], storage_queue_s=queue_s)
@@ -218,7 +218,7 @@ class ClusterView:
         """Store the load that an engine reports."""
         instance = self.cluster.instances[index]
         prefill, decode = self.prefill[instance.model], self.decode_pool_of(index)
-        if decode is not None and decode is self.stays.get((instance.model, instance.protocol)):
+        if decode is not None and decode is self.kept.get((instance.model, instance.protocol)):
             # Requests that stay to decode are not work ahead of a prompt; the rest of the load is prefills.
             position = decode.position[index]
             batch, queued = int(decode.batch[position]), int(decode.queued[position])
@@ -238,14 +238,14 @@ class ClusterView:
         """
         pool = self.prefill[model]
         instances = [self.cluster.instances[index] for index in pool.ids.tolist()]
-        alone = np.array([instance.role == "both" for instance in instances], dtype=np.bool_)
-        served, inside = alone.copy(), alone.copy()
+        serves_both = np.array([instance.role == "both" for instance in instances], dtype=np.bool_)
+        served, inside = serves_both.copy(), serves_both.copy()
         constraint = self.settings.constraint
         for (name, protocol), decode in self.decode.items():
             if name != model:
                 continue
             takers = decode.ids[decode.up & decode.partner]
-            speaks = np.array([instance.protocol == protocol for instance in instances], dtype=np.bool_) & ~alone
+            speaks = np.array([instance.protocol == protocol for instance in instances], dtype=np.bool_) & ~serves_both
             served |= speaks & bool(len(takers))
             if constraint is not None:
                 inside |= speaks & prefill_mask(constraint, self.cluster.tier, pool.ids, takers)

@@ -21,7 +21,7 @@ _EXTERNAL_TOKENS = b"vllm:external_prefix_cache_hits_total"
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class PageCounters:
     """Counters of one metrics page."""
 
     by_source: Mapping[str, TransferTotals] = field(default_factory=dict)
@@ -50,15 +50,15 @@ class Movement:
         return self.totals.seconds / max(1, self.totals.transfers)
 
 
-def read_counters(page: bytes) -> Counters:
+def read_counters(page: bytes) -> PageCounters:
     """Return the counters of a page; none if the page cannot be read."""
     try:
         return _read(page)
     except PageError:
-        return Counters()
+        return PageCounters()
 
 
-def _read(page: bytes) -> Counters:
+def _read(page: bytes) -> PageCounters:
     lines, budget = b"\n" + page, Budget()
     by_source = read_metrics(page).transfers
     failures: dict[str, float] = {}
@@ -74,10 +74,10 @@ def _read(page: bytes) -> Counters:
             failures[f"{name} transfer failed"] = sum(failed)
     tokens = whole(values(lines, _EXTERNAL_TOKENS, budget))
     kinds = frozenset(histograms) | (frozenset({"kvroute"}) if _KVROUTE in page else frozenset())
-    return Counters(by_source, histograms, failures, sum(tokens) if tokens else None, kinds)
+    return PageCounters(by_source, histograms, failures, sum(tokens) if tokens else None, kinds)
 
 
-def movement(before: Counters, after: Counters) -> Movement | None:
+def movement(before: PageCounters, after: PageCounters) -> Movement | None:
     """Return the transfers between two pages of one engine, by its most exact counters; None: no transfer."""
     for source in sorted(after.by_source):
         totals = _less(after.by_source[source], before.by_source.get(source, TransferTotals()))
@@ -91,14 +91,14 @@ def movement(before: Counters, after: Counters) -> Movement | None:
     return None
 
 
-def external_tokens(before: Counters, after: Counters) -> float | None:
+def external_tokens(before: PageCounters, after: PageCounters) -> float | None:
     """Return the prompt tokens that a connector has transferred between two pages; None: not reported."""
     if after.external_tokens is None:
         return None
     return max(0.0, after.external_tokens - (before.external_tokens or 0.0))
 
 
-def failures(before: Counters, after: Counters) -> list[str]:
+def failures(before: PageCounters, after: PageCounters) -> list[str]:
     """Return the reasons of the transfers that have failed between two pages."""
     return sorted(reason for reason, count in after.failures.items() if count > before.failures.get(reason, 0.0))
 

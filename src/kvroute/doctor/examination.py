@@ -28,7 +28,7 @@ from kvroute.doctor.probe import (
     prompt_of,
     prompt_tokens,
 )
-from kvroute.doctor.report import Finding, PairReport, Report
+from kvroute.doctor.report import DoctorFinding, ExaminationReport, PairReport
 from kvroute.doctor.verdict import engine_findings, judge, pair_findings, silent_events_finding, slow
 from kvroute.http.deadlines import Deadlines
 from kvroute.http.headers import Headers
@@ -39,8 +39,8 @@ ENGINE_WAIT_S = 5.0
 """Time limit for one page of an engine, in seconds."""
 EVENTS_WAIT_S = 3.0
 """Time limit for a ZMQ endpoint, and for a batch after its prompt, in seconds."""
-ALONE_TOKENS = 64
-"""Length of the prompt that one engine serves alone."""
+AGGREGATED_TOKENS = 64
+"""Length of the prompt of an aggregated request."""
 AT_ONCE = 64
 """Maximum number of engines that are queried at the same time."""
 _LEAST_S = 0.01
@@ -52,7 +52,7 @@ _NO_TIME = "no time left"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class ExaminationSpec:
     """Options of an examination."""
 
     pairs: int | None = PAIRS_MAX
@@ -65,7 +65,7 @@ class Options:
     """Seed of prompts and ids; None: a new one each time, so that no engine has cached the prompts."""
 
 
-async def examine(deployment: Deployment, options: Options, key: str = "") -> Report:
+async def examine(deployment: Deployment, options: ExaminationSpec, key: str = "") -> ExaminationReport:
     """Query all engines of a cluster, then send one request through each chosen pair.
 
     Every request has ended, or is aborted, when this returns or is cancelled. `key` is the engines' API key.
@@ -81,7 +81,7 @@ async def examine(deployment: Deployment, options: Options, key: str = "") -> Re
 class _Examination:
     """One examination."""
 
-    def __init__(self, deployment: Deployment, options: Options, key: str) -> None:
+    def __init__(self, deployment: Deployment, options: ExaminationSpec, key: str) -> None:
         cluster, settings = deployment.cluster, deployment.settings
         self._cluster, self._settings, self._options, self._key = cluster, settings, options, key
         self._loop = asyncio.get_running_loop()
@@ -98,8 +98,8 @@ class _Examination:
             if endpoint is not None and endpoint.kv_events:
                 self._subscriptions[name] = Subscription(self._context, endpoint)
                 engine.report.events = self._subscriptions[name].report
-        self._findings: list[Finding] = []
-        self.report = Report(
+        self._findings: list[DoctorFinding] = []
+        self.report = ExaminationReport(
             cluster=cluster.name,
             engines=[self._engines[name].report for name in sorted(self._engines)],
             pairs=chosen_pairs(cluster, options.pairs),
@@ -112,13 +112,15 @@ class _Examination:
         await self._ask_engines()
         for number, pair in enumerate(self.report.pairs):
             await self._try_pair(pair, len(self.report.pairs) - number)
-        await self._try_alone()
-        await asyncio.gather(*(each.own_batch(self._wait_s(EVENTS_WAIT_S)) for each in self._subscriptions.values()))
+        await self._try_aggregated()
+        await asyncio.gather(
+            *(subscription.own_batch(self._wait_s(EVENTS_WAIT_S)) for subscription in self._subscriptions.values())
+        )
         self._conclude()
 
     async def close(self) -> None:
         """Close all connections."""
-        await asyncio.gather(*(each.close() for each in self._subscriptions.values()))
+        await asyncio.gather(*(subscription.close() for subscription in self._subscriptions.values()))
         self._context.destroy(linger=0)
         for client in self._clients.values():
             client.close()
@@ -169,26 +171,26 @@ class _Examination:
             hint = "see the logs of both engines, and check their connectors and addresses"
             if LATE in pair.failure:
                 hint += "; slow engines need a longer --timeout"
-            self._findings.append(Finding(pair.name, f"the request failed: {pair.failure}", hint))
+            self._findings.append(DoctorFinding(pair.name, f"the request failed: {pair.failure}", hint))
             return
         if outcome.transfer_tp is not None and ends[0].report.engine_tp is None:
             ends[0].report.engine_tp = outcome.transfer_tp
         self._findings += pair_findings(pair, outcome)
 
-    async def _try_alone(self) -> None:
-        """Send a short request to each engine that the gateway's policy may let serve one alone."""
-        names = self._settings.control_spec().build(self._cluster).alone_instances
+    async def _try_aggregated(self) -> None:
+        """Send a short request to each engine that the gateway's policy may let serve one without a transfer."""
+        names = self._settings.control_spec().build(self._cluster).aggregated_instances
         places = asyncio.Semaphore(AT_ONCE)
 
         async def ask(engine: Examined) -> None:
             async with places:
                 if not self._remaining_s():
                     return
-                completion = completion_of(engine, prompt_of(self._draw, ALONE_TOKENS))
+                completion = completion_of(engine, prompt_of(self._draw, AGGREGATED_TOKENS))
                 name = uuid.UUID(int=self._draw.getrandbits(128)).hex
                 body = engine.client.protocol.aggregated_body(completion)
                 wrong = problem_of(await posted(engine, name, body, self._remaining_s()))
-                engine.report.alone = wrong.replace(self._key or _HIDDEN, _HIDDEN)
+                engine.report.aggregated = wrong.replace(self._key or _HIDDEN, _HIDDEN)
 
         async with asyncio.TaskGroup() as group:
             for engine in (self._engines[name] for name in names):
@@ -228,7 +230,7 @@ class _Examination:
 
     def _conclude(self) -> None:
         """Write clocks and findings into the report: engines, pairs, then the examination itself."""
-        found: list[Finding] = []
+        found: list[DoctorFinding] = []
         for report in self.report.engines:
             subscription = self._subscriptions.get(report.name)
             offsets = self._engines[report.name].offsets + (subscription.offsets if subscription else [])
@@ -240,5 +242,5 @@ class _Examination:
         found += self._findings
         if late:
             what = f"the timeout expired before {late} of {len(self.report.pairs)} pairs were tested"
-            found.append(Finding("examination", what, "use a longer --timeout or fewer --pairs"))
+            found.append(DoctorFinding("examination", what, "use a longer --timeout or fewer --pairs"))
         self.report.findings += found

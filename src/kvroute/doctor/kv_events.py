@@ -14,7 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvroute.doctor.clock import Offset, from_timestamp
 from kvroute.doctor.report import EventsReport
-from kvroute.serve.telemetry.kv_batch import BATCH_BYTES_MAX, Batch, BatchError, read_batch
+from kvroute.serve.telemetry.kv_batch import BATCH_BYTES_MAX, BatchError, KvEventBatch, read_batch
 from kvroute.types import Endpoint
 
 _SEQUENCE_BYTES = 8
@@ -86,7 +86,7 @@ class Subscription:
             except BatchError as error:
                 self.report.broken = str(error)
 
-    def _take(self, batch: Batch, received_s: float) -> None:
+    def _take(self, batch: KvEventBatch, received_s: float) -> None:
         self.report.broken = batch.why_unreadable or self.report.broken
         for event in batch.events:
             for prompt in self.prompts:

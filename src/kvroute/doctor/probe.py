@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvroute.doctor.counters import Counters, Movement, external_tokens, failures, movement, read_counters
+from kvroute.doctor.counters import Movement, PageCounters, external_tokens, failures, movement, read_counters
 from kvroute.doctor.engine import Examined
 from kvroute.doctor.fetch import Fetched, fetch
 from kvroute.doctor.report import PairReport
@@ -100,14 +100,14 @@ class Probe:
         await self._wait_for_counters(before, outcome)
         return outcome
 
-    async def _counters(self) -> tuple[Counters, Counters]:
+    async def _counters(self) -> tuple[PageCounters, PageCounters]:
         """Return the counters of the decode engine and of the prefill engine."""
         pages = await asyncio.gather(
             *(engine.metrics_page(self.remaining_s()) for engine in (self.decode, self.prefill))
         )
         return read_counters(pages[0]), read_counters(pages[1])
 
-    async def _wait_for_counters(self, before: tuple[Counters, Counters], outcome: Outcome) -> None:
+    async def _wait_for_counters(self, before: tuple[PageCounters, PageCounters], outcome: Outcome) -> None:
         waited_s = 0.0
         while True:
             after = await self._counters()

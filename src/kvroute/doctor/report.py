@@ -16,7 +16,7 @@ Evidence: TypeAlias = Literal["counters", "prefix counters", "time", "answer", "
 first token; the response itself (an SGLang decode engine computes no prompts); or nothing."""
 
 
-class Finding(msgspec.Struct, frozen=True):
+class DoctorFinding(msgspec.Struct, frozen=True):
     """One fault."""
 
     where: str
@@ -92,8 +92,9 @@ class EngineReport(msgspec.Struct, kw_only=True):
     events: EventsReport | None = None
     metrics: MetricsReport | None = None
     clock: ClockReport | None = None
-    alone: str | None = None
-    """Why the engine did not serve a request alone; empty: it did; None: it does not have to, or was not asked."""
+    aggregated: str | None = None
+    """Why the engine did not serve an aggregated request; empty: it did; None: it does not have to, or was not
+    asked."""
 
     @property
     def usable(self) -> bool:
@@ -142,14 +143,14 @@ class PairReport(msgspec.Struct, kw_only=True):
         return self.kv_bytes / self.transfer_s if self.kv_bytes and self.transfer_s else None
 
 
-class Report(msgspec.Struct, kw_only=True):
+class ExaminationReport(msgspec.Struct, kw_only=True):
     """The whole examination."""
 
     cluster: str
     engines: list[EngineReport]
     pairs: list[PairReport]
     pairs_possible: int
-    findings: list[Finding]
+    findings: list[DoctorFinding]
 
     @property
     def well(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvroute.doctor.clock import wrong
 from kvroute.doctor.probe import Outcome
-from kvroute.doctor.report import EngineReport, EventsReport, Finding, MetricsReport, PairReport
+from kvroute.doctor.report import DoctorFinding, EngineReport, EventsReport, MetricsReport, PairReport
 from kvroute.llm import Model
 from kvroute.serve.config.settings import GatewaySettings
 from kvroute.types import TRAITS
@@ -27,7 +27,7 @@ _EVENTS_HINT = (
 )
 
 
-def engine_findings(report: EngineReport, settings: GatewaySettings) -> Iterator[Finding]:
+def engine_findings(report: EngineReport, settings: GatewaySettings) -> Iterator[DoctorFinding]:
     """Yield everything that is wrong with one engine."""
     if report.health != "ok":
         yield _health_finding(report)
@@ -36,74 +36,80 @@ def engine_findings(report: EngineReport, settings: GatewaySettings) -> Iterator
         yield _model_finding(report)
     if report.engine_tp is not None and report.engine_tp != report.tp:
         what = f"the engine runs with tensor parallelism {report.engine_tp}, but the cluster file has tp: {report.tp}"
-        yield Finding(report.name, what, "correct `tp` and `gpus` in the file, or the engine's --tensor-parallel-size")
+        yield DoctorFinding(
+            report.name, what, "correct `tp` and `gpus` in the file, or the engine's --tensor-parallel-size"
+        )
     if report.metrics is not None:
         yield from _metrics_findings(report, report.metrics)
     if report.events is not None:
         yield from _events_findings(report, report.events, settings.prompt.block_tokens)
-    if report.alone:
-        what = f"a request without a KV transfer, which the gateway's policy may send to it, failed: {report.alone}"
-        yield Finding(report.name, what, "see its log, or set `gateway.policy: foresight`, which always uses a pair")
+    if report.aggregated:
+        what = (
+            f"a request without a KV transfer, which the gateway's policy may send to it, failed: {report.aggregated}"
+        )
+        yield DoctorFinding(
+            report.name, what, "see its log, or set `gateway.policy: foresight`, which always uses a pair"
+        )
     if report.clock is not None and wrong(report.clock):
         offset_s = report.clock.offset_s
         ahead = "ahead of" if offset_s > 0 else "behind"
         what = f"its clock is {abs(offset_s):.1f} s (+- {report.clock.error_s:.1f} s) {ahead} this machine's"
-        yield Finding(report.name, what, "synchronise both machines with NTP; logs and traces cannot be compared")
+        yield DoctorFinding(report.name, what, "synchronise both machines with NTP; logs and traces cannot be compared")
 
 
-def _health_finding(report: EngineReport) -> Finding:
+def _health_finding(report: EngineReport) -> DoctorFinding:
     if report.health == "not checked":
-        return Finding(report.name, "the timeout expired before the engine was queried", "use a longer --timeout")
+        return DoctorFinding(report.name, "the timeout expired before the engine was queried", "use a longer --timeout")
     if report.health.startswith(("HTTP status 401", "HTTP status 403")):
         hint = "give the environment variable that holds its key: `gateway.upstream_key_env` or --key-env"
-        return Finding(report.name, f"the engine rejects the key ({report.health})", hint)
+        return DoctorFinding(report.name, f"the engine rejects the key ({report.health})", hint)
     what = f"{report.url} is not healthy ({report.health})"
-    return Finding(report.name, what, "start the engine, or correct `endpoint.url` in the cluster file")
+    return DoctorFinding(report.name, what, "start the engine, or correct `endpoint.url` in the cluster file")
 
 
-def _model_finding(report: EngineReport) -> Finding:
+def _model_finding(report: EngineReport) -> DoctorFinding:
     if not report.served_models:
         what = "GET /v1/models lists no model"
-        return Finding(report.name, what, "check that an OpenAI-compatible server listens at its `endpoint.url`")
+        return DoctorFinding(report.name, what, "check that an OpenAI-compatible server listens at its `endpoint.url`")
     served = ", ".join(report.served_models)
     what = f"the engine serves {served}, but clients request {report.request_model}"
     hint = f"start it with --served-model-name {report.request_model}, or correct `model` or `gateway.models`"
-    return Finding(report.name, what, hint)
+    return DoctorFinding(report.name, what, hint)
 
 
-def _metrics_findings(report: EngineReport, metrics: MetricsReport) -> Iterator[Finding]:
+def _metrics_findings(report: EngineReport, metrics: MetricsReport) -> Iterator[DoctorFinding]:
     hint = f"{TRAITS[report.protocol].metrics_hint}, and set its path in `gateway.scrape.path`"
     if metrics.failure:
-        yield Finding(report.name, f"the metrics page cannot be read ({metrics.failure})", hint)
+        yield DoctorFinding(report.name, f"the metrics page cannot be read ({metrics.failure})", hint)
     elif metrics.missing:
         what = f"the metrics page lacks {', '.join(metrics.missing)}, so the gateway does not know its load"
-        yield Finding(report.name, what, hint)
+        yield DoctorFinding(report.name, what, hint)
 
 
-def _events_findings(report: EngineReport, events: EventsReport, block_tokens: int) -> Iterator[Finding]:
+def _events_findings(report: EngineReport, events: EventsReport, block_tokens: int) -> Iterator[DoctorFinding]:
     if not events.subscribed:
         why = f" ({events.broken})" if events.broken else ""
-        yield Finding(report.name, f"no KV events: no response from {events.url}{why}", _EVENTS_HINT)
+        yield DoctorFinding(report.name, f"no KV events: no response from {events.url}{why}", _EVENTS_HINT)
         return
     if events.broken:
-        yield Finding(
+        yield DoctorFinding(
             report.name, f"its KV events cannot be read ({events.broken})", "use an engine version with vLLM's format"
         )
     if events.replay is False:
         what = "the replay endpoint of its KV events does not respond"
-        yield Finding(report.name, what, "add `replay_endpoint` to --kv-events-config, or correct `kv_replay`")
+        yield DoctorFinding(report.name, what, "add `replay_endpoint` to --kv-events-config, or correct `kv_replay`")
     size = report.metrics.block_tokens if report.metrics is not None else None
     if size is not None and size % block_tokens:
         what = (
             f"its KV blocks have {size} tokens, not a multiple of the gateway's {block_tokens}, so it ignores KV events"
         )
-        yield Finding(report.name, what, f"set `gateway.prompt.block_tokens: {size}`")
+        yield DoctorFinding(report.name, what, f"set `gateway.prompt.block_tokens: {size}`")
 
 
-def silent_events_finding(report: EngineReport) -> Finding:
+def silent_events_finding(report: EngineReport) -> DoctorFinding:
     """Return the finding for an engine that has computed a prompt but published no event about it."""
     what = "it computed a prompt without publishing a KV event"
-    return Finding(report.name, what, "check enable_kv_cache_events and the `topic` in its --kv-events-config")
+    return DoctorFinding(report.name, what, "check enable_kv_cache_events and the `topic` in its --kv-events-config")
 
 
 def judge(pair: PairReport, outcome: Outcome, model: Model) -> None:
@@ -135,7 +141,7 @@ def slow(pair: PairReport) -> bool:
     return pair.transfer_s > SLOW_FACTOR * pair.promised_s + SLOW_MIN_S
 
 
-def pair_findings(pair: PairReport, outcome: Outcome) -> Iterator[Finding]:
+def pair_findings(pair: PairReport, outcome: Outcome) -> Iterator[DoctorFinding]:
     """Yield everything that is wrong with one pair that has responded."""
     if pair.moved == "no":
         yield _not_moved_finding(pair, outcome)
@@ -143,30 +149,32 @@ def pair_findings(pair: PairReport, outcome: Outcome) -> Iterator[Finding]:
     if outcome.moved is not None and outcome.moved.source not in ("", pair.prefill):
         what = f"the decode engine counts this transfer for source {outcome.moved.source!r}"
         hint = f"set `instance` to {pair.prefill} in the prefill engine's kv_connector_extra_config"
-        yield Finding(pair.name, f"{what}, which is not an instance of the cluster file", hint)
+        yield DoctorFinding(pair.name, f"{what}, which is not an instance of the cluster file", hint)
     if slow(pair):
         rate, promised = rate_text(pair.bytes_per_s or 0.0), rate_text(pair.promised_bytes_per_s)
         what = f"the KV cache moves at {rate}, but the cluster file states {promised} ({pair.tier_name})"
         hint = (
             "check for other traffic, a wrong network device or TCP instead of RDMA, or correct the file's capacities"
         )
-        yield Finding(pair.name, what, hint)
+        yield DoctorFinding(pair.name, what, hint)
     if pair.evidence == "counters" and pair.kv_bytes and pair.expected_bytes:
         ratio = pair.kv_bytes / pair.expected_bytes
         if not 1.0 / SIZE_FACTOR <= ratio <= SIZE_FACTOR:
             sizes = f"{bytes_text(pair.kv_bytes)} of KV for {pair.prompt_tokens} tokens"
             what = f"the engines move {sizes}, {ratio:.2g} times the size of the file's model"
-            yield Finding(pair.name, what, "correct `model` in the cluster file, or the engines' --kv-cache-dtype")
+            yield DoctorFinding(
+                pair.name, what, "correct `model` in the cluster file, or the engines' --kv-cache-dtype"
+            )
 
 
-def _not_moved_finding(pair: PairReport, outcome: Outcome) -> Finding:
+def _not_moved_finding(pair: PairReport, outcome: Outcome) -> DoctorFinding:
     reasons = f" (its failure counters: {', '.join(outcome.failed)})" if outcome.failed else ""
     what = f"the request succeeded without a KV transfer{reasons}, so {pair.decode} computed the prompt again"
     hint = (
         f"see the log of {pair.decode}, and check that both engines run the same connector, model and tensor "
         f"parallelism, and that {pair.decode} reaches the KV port of {pair.prefill}"
     )
-    return Finding(pair.name, what, hint)
+    return DoctorFinding(pair.name, what, hint)
 
 
 _RATE_UNITS = ("bps", "Kbps", "Mbps", "Gbps", "Tbps")

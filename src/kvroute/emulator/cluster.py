@@ -23,13 +23,13 @@ from kvroute.emulator.clock import WallClock
 from kvroute.emulator.engine.adapters import LoraSlots
 from kvroute.emulator.engine.engine import Engine
 from kvroute.emulator.engine.faults import Faults
-from kvroute.emulator.kv.fabric import Fabric
+from kvroute.emulator.kv.fabric import EmulatedFabric
 from kvroute.emulator.kv.kv_events import KvPublisher, changes
 from kvroute.emulator.kv.real_store import RealStore
 from kvroute.emulator.kv.storage import Medium, ModelledNic, StorageNode, StoredBlocks
 from kvroute.emulator.kv.storage_tier import StorageTier
-from kvroute.emulator.kv_server import KvServer, KvSource
-from kvroute.emulator.prompt import Prompt
+from kvroute.emulator.kv_server import KvServer, KvServerInstance
+from kvroute.emulator.prompt import EmulatedPrompt
 from kvroute.prefix import Evicted
 from kvroute.topology import Cluster
 from kvroute.types import TIER_COUNT, Endpoint, InputError, Instance
@@ -42,7 +42,7 @@ SOCKETS_EACH = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmulatedClusterSettings:
+class EmulatedClusterSpec:
     """Settings of emulated engines."""
 
     host: str = "127.0.0.1"
@@ -89,7 +89,7 @@ class EmulatedCluster:
         InputError: an instance is not in the cluster, or an address cannot be bound.
     """
 
-    def __init__(self, cluster: Cluster, settings: EmulatedClusterSettings, names: Sequence[str] = ()) -> None:
+    def __init__(self, cluster: Cluster, settings: EmulatedClusterSpec, names: Sequence[str] = ()) -> None:
         self._cluster, self._settings = cluster, settings
         indices = [cluster.index(name) for name in dict.fromkeys(names)] or range(len(cluster.instances))
         self._instances = _rank_0_first([cluster.instances[index] for index in indices], cluster.name)
@@ -104,7 +104,7 @@ class EmulatedCluster:
         _allow_sockets(SOCKETS_EACH * len(self._instances) + 256)
         async with AsyncExitStack() as stack:
             clock, settings = WallClock(), self._settings
-            fabric = Fabric(
+            fabric = EmulatedFabric(
                 self._cluster, clock, kv_scale=settings.kv_scale, background=settings.background, seed=settings.seed
             )
             stack.callback(fabric.close)
@@ -130,7 +130,7 @@ class EmulatedCluster:
         await self._stack.aclose()
 
     def _server(
-        self, instance: Instance, clock: WallClock, fabric: Fabric, context: zmq.asyncio.Context
+        self, instance: Instance, clock: WallClock, fabric: EmulatedFabric, context: zmq.asyncio.Context
     ) -> InstanceServer:
         settings, name = self._settings, instance.name
         host, port, kv_port, events, replay = self._addresses(instance)
@@ -140,7 +140,7 @@ class EmulatedCluster:
         leader = self._leaders.get(instance.server)
         faults = leader.faults if leader is not None else Faults(f"faults {settings.seed} {name}")
 
-        def on_kv(prompt: Prompt | None, before: int, now: int, evicted: list[Evicted]) -> None:
+        def on_kv(prompt: EmulatedPrompt | None, before: int, now: int, evicted: list[Evicted]) -> None:
             if publisher is not None:
                 publisher.publish(changes(prompt, before, now, evicted, settings.block_tokens))
 
@@ -170,7 +170,7 @@ class EmulatedCluster:
             )
 
         faulty = partial(_strikes_transfer, faults)
-        kv_server = KvServer(KvSource(name, self._cluster, clock, fabric, faulty, node))
+        kv_server = KvServer(KvServerInstance(name, self._cluster, clock, fabric, faulty, node))
         return InstanceServer(host, port, kv_port, answer, new_engine, kv_server, publisher, faults, instance.role)
 
     def _join(self, server: InstanceServer, instance: Instance) -> None:

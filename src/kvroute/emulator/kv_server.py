@@ -16,11 +16,11 @@ from typing import cast
 import msgspec
 
 from kvroute.emulator.clock import Alarm, Clock
-from kvroute.emulator.engine.counters import Link
+from kvroute.emulator.engine.counters import TargetConnections
 from kvroute.emulator.engine.engine import Engine
 from kvroute.emulator.engine.sequence import EngineSequence
-from kvroute.emulator.kv.fabric import Fabric, Transfer
-from kvroute.emulator.kv.kv_arrivals import Arrivals
+from kvroute.emulator.kv.fabric import EmulatedFabric, EmulatedTransfer
+from kvroute.emulator.kv.kv_arrivals import HandshakeBounds
 from kvroute.emulator.kv.kv_wire import (
     LINE_BYTES_MAX,
     QUERY,
@@ -43,13 +43,13 @@ _WHOLE = 1.0 - 1e-6
 
 
 @dataclass(slots=True, eq=False)
-class KvSource:
+class KvServerInstance:
     """State of one instance that its KV server uses. The engine changes when the instance restarts."""
 
     name: str
     cluster: Cluster
     clock: Clock
-    fabric: Fabric
+    fabric: EmulatedFabric
     faulty: Callable[[], bool]
     """Returns whether the next transfer is to break halfway."""
     storage: StorageNode | None = None
@@ -61,13 +61,13 @@ class KvSource:
 class KvServer:
     """Serves all pulls from one instance."""
 
-    def __init__(self, kv_source: KvSource) -> None:
+    def __init__(self, kv_source: KvServerInstance) -> None:
         self.kv_source = kv_source
         self.deliveries: set[KvTransfer] = set()
         """Open connections."""
         self.awaited: dict[str, KvTransfer] = {}
         """Connections that wait for incomplete KV, by its key."""
-        self.arrivals = Arrivals(kv_source.clock)
+        self.arrivals = HandshakeBounds(kv_source.clock)
 
     def open(self, engine: Engine) -> None:
         """Serve from this engine from now on."""
@@ -96,9 +96,9 @@ class KvServer:
         if delivery is not None:
             delivery.lose(f"the prompt of {name} is no longer computed")
 
-    def links(self) -> tuple[dict[str, Link], float]:
+    def links(self) -> tuple[dict[str, TargetConnections], float]:
         """Return the transfers in progress by target, and the time of this state."""
-        found: dict[str, Link] = {}
+        found: dict[str, TargetConnections] = {}
         now = self.kv_source.fabric.sync()
         for delivery in list(self.deliveries):
             if (link := delivery.link(now)) is not None:
@@ -121,7 +121,7 @@ class KvTransfer(asyncio.Protocol):
         self._line = b""
         self._pull_request: PullRequest | None = None
         self._transport: asyncio.Transport | None = None
-        self._transfer: Transfer | None = None
+        self._transfer: EmulatedTransfer | None = None
         self._patience: Alarm | None = None
         self._first_layer: Alarm | None = None
         self._kv_bytes = 0.0
@@ -269,7 +269,7 @@ class KvTransfer(asyncio.Protocol):
         self._write(PullHeader(source=kv_source.name, wire_bytes=self._transfer.wire_bytes, kv_bytes=kv_bytes))
         return True
 
-    def link(self, now: float) -> Link | None:
+    def link(self, now: float) -> TargetConnections | None:
         """Return the state of the transfer, and count the bytes sent. `now` is the time of the fabric's last `sync`.
 
         Returns:
@@ -281,7 +281,7 @@ class KvTransfer(asyncio.Protocol):
         self._count(sent_bytes, now)
         if not self._transfer.flows or rate >= _WHOLE * self._transfer.produced_bytes_per_s:
             return None
-        return Link(1, self._transfer.latency_s, min(self._kv_bytes - sent_bytes, SEND_BUFFER_BYTES), rate)
+        return TargetConnections(1, self._transfer.latency_s, min(self._kv_bytes - sent_bytes, SEND_BUFFER_BYTES), rate)
 
     def _count(self, sent_bytes: float, now: float) -> None:
         self._engine.counters.sends(self.target, sent_bytes - self._counted_bytes, now - self._counted_s)

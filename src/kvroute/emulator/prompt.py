@@ -30,7 +30,7 @@ Value: TypeAlias = str | list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class EmulatedPrompt:
     """One prompt: token ids [n] and one chained hash per full block."""
 
     tokens: IntArray
@@ -45,7 +45,7 @@ class Prompt:
     """Number of output tokens at the end of the prompt: its output continues after them."""
 
     @classmethod
-    def of(cls, tokens: IntArray, block_tokens: int, salt: str = "", adapter: str = "") -> Prompt:
+    def of(cls, tokens: IntArray, block_tokens: int, salt: str = "", adapter: str = "") -> EmulatedPrompt:
         """Create a prompt from token ids [n]."""
         blocks = block_hashes(tokens, block_tokens, prompt_seed(salt, adapter))
         given = np.flatnonzero(tokens < OUTPUT_ID)
@@ -53,11 +53,11 @@ class Prompt:
         seed = xxhash.xxh64_intdigest(tokens[:first].tobytes())
         return cls(tokens, blocks, seed, salt, adapter, len(tokens) - first)
 
-    def with_adapter(self, adapter: str, block_tokens: int) -> Prompt:
+    def with_adapter(self, adapter: str, block_tokens: int) -> EmulatedPrompt:
         """Return the same prompt for a LoRA adapter."""
-        return Prompt.of(self.tokens, block_tokens, self.salt, adapter)
+        return EmulatedPrompt.of(self.tokens, block_tokens, self.salt, adapter)
 
-    def same(self, other: Prompt) -> bool:
+    def same(self, other: EmulatedPrompt) -> bool:
         """Return whether tokens and adapter are the same."""
         return self.seed == other.seed and self.adapter == other.adapter and np.array_equal(self.tokens, other.tokens)
 
@@ -92,7 +92,7 @@ def checked_salt(salt: str | None) -> str:
     return salt
 
 
-def completion_prompts(raw: msgspec.Raw, block_tokens: int, salt: str = "") -> list[Prompt]:
+def completion_prompts(raw: msgspec.Raw, block_tokens: int, salt: str = "") -> list[EmulatedPrompt]:
     """Return the prompts of a completion: text, token ids, or a list of either.
 
     Raises:
@@ -104,7 +104,7 @@ def completion_prompts(raw: msgspec.Raw, block_tokens: int, salt: str = "") -> l
         values = [] if value is None else [value]
     except msgspec.ValidationError:
         values = _batch(raw)
-    prompts = [Prompt.of(value_tokens(value), block_tokens, salt) for value in values]
+    prompts = [EmulatedPrompt.of(value_tokens(value), block_tokens, salt) for value in values]
     if not prompts or any(not len(prompt.tokens) for prompt in prompts):
         raise ApiError("prompt is empty; give text or token ids", param="prompt")
     return prompts
@@ -118,7 +118,7 @@ def _batch(raw: msgspec.Raw) -> Sequence[Value]:
         raise ApiError(what, param="prompt") from None
 
 
-def response_prompt(raw: msgspec.Raw, block_tokens: int, salt: str = "", head: bytes = b"") -> Prompt:
+def response_prompt(raw: msgspec.Raw, block_tokens: int, salt: str = "", head: bytes = b"") -> EmulatedPrompt:
     """Return the prompt of a response: its input, a string or a list, as `chat_prompt` does.
 
     Raises:
@@ -127,10 +127,10 @@ def response_prompt(raw: msgspec.Raw, block_tokens: int, salt: str = "", head: b
     text = bytes(raw)
     if text[:1] not in (b'"', b"["):
         raise ApiError("input is missing; give a string or a list of items", param="input")
-    return Prompt.of(text_tokens(head + text[:-1].rstrip()), block_tokens, salt)
+    return EmulatedPrompt.of(text_tokens(head + text[:-1].rstrip()), block_tokens, salt)
 
 
-def chat_prompt(raw: msgspec.Raw, block_tokens: int, salt: str = "", head: bytes = b"") -> Prompt:
+def chat_prompt(raw: msgspec.Raw, block_tokens: int, salt: str = "", head: bytes = b"") -> EmulatedPrompt:
     """Return the prompt of a chat: its messages as JSON without the closing bracket, so that a longer chat extends it.
     `head` comes before the messages.
 
@@ -145,4 +145,4 @@ def chat_prompt(raw: msgspec.Raw, block_tokens: int, salt: str = "", head: bytes
         ) from None
     if not messages or not all(isinstance(message.get("role"), str) for message in messages):
         raise ApiError("messages is empty or lacks a role; give role and content in each", param="messages")
-    return Prompt.of(text_tokens(head + bytes(raw)[:-1].rstrip()), block_tokens, salt)
+    return EmulatedPrompt.of(text_tokens(head + bytes(raw)[:-1].rstrip()), block_tokens, salt)

@@ -28,7 +28,7 @@ class StoragePart(msgspec.Struct, frozen=True):
     """True: the blocks stay in the buffer for the decode instance."""
 
 
-class KeptBlocks(msgspec.Struct, frozen=True):
+class KeptBlocksBody(msgspec.Struct, frozen=True):
     """Blocks of the prompt in the buffer of the decode instance's node."""
 
     first_block: Annotated[int, msgspec.Meta(ge=0)]
@@ -63,7 +63,7 @@ class KvParams(msgspec.Struct, frozen=True):
     remote_prefill_cached_tokens: int | None = None
     transfer_id: str | None = None
     storage: StorageParams | None = None
-    kept: KeptBlocks | None = None
+    kept: KeptBlocksBody | None = None
 
 
 class Body(msgspec.Struct, frozen=True):

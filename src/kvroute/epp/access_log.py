@@ -43,11 +43,11 @@ class AccessLog:
             return  # the response headers have reported it
         why = _broken(common.response_flags)
         if why:
-            self._broke(upstream, entry.request.request_id, why)
+            self._report_broken_response(upstream, entry.request.request_id, why)
         elif _client_left(common.response_flags):
             self._runtime().metrics.client_gone()
 
-    def _broke(self, upstream: str, request_id: str, why: str) -> None:
+    def _report_broken_response(self, upstream: str, request_id: str, why: str) -> None:
         runtime = self._runtime()
         now, engine = runtime.now(), engine_at(runtime, upstream)
         runtime.metrics.stream_failed()

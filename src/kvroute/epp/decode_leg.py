@@ -45,7 +45,7 @@ class EnvoyDecodeLeg(DecodeLeg):
         return super().head() + self.engine.rank_head + self.own_headers()
 
     @property
-    def final(self) -> bool:
+    def not_resendable(self) -> bool:
         """See `DecodeLeg`."""
         return self._exchange.picked
 

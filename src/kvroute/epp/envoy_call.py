@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvroute.epp.addresses import address_of, host_of
 from kvroute.epp.exchange import Pick
 from kvroute.serve.observe.logs import log_event
-from kvroute.serve.proxy.retry import SKIPPED, blame, call_failure, proxy_failure, status_failure
+from kvroute.serve.proxy.retry import SKIPPED, call_failure, proxy_failure, record_failure, status_failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -126,7 +126,7 @@ class EnvoyCall:
         for number, engine in enumerate(self._engines[:tried]):
             attempt = engine.availability.late_failure(now) if number else leg.attempt
             why = f"{leg.kind} instance {engine.name} refused the connection or was full"
-            found = blame(leg.kind, status_failure(leg.kind, why, SKIPPED, b""))
+            found = record_failure(leg.kind, status_failure(leg.kind, why, SKIPPED, b""))
             leg.count(found, engine.availability, attempt, now)
             leg.state.runtime.reports.leg_failed(leg.kind, engine.name, "refused", why, leg.state.request_id)
         leg.engine.leg_closed()

@@ -18,7 +18,7 @@ from kvroute.epp.envoy_clusters import (
 )
 from kvroute.epp.envoy_routes import routes
 from kvroute.epp.messages import DESTINATION, NAMESPACE, SERVED
-from kvroute.http.server.request_parser import Limits
+from kvroute.http.server.request_parser import RequestLimits
 from kvroute.serve.config.settings import GatewaySettings
 from kvroute.topology import Cluster
 from kvroute.types import InputError
@@ -34,7 +34,7 @@ _HEADERS_KB_MOST = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class EnvoyOptions:
+class EnvoySpec:
     """What the configuration says beside the cluster file."""
 
     picker: str
@@ -52,7 +52,7 @@ class EnvoyOptions:
     `fail_open`, since Envoy knows no address of them."""
 
 
-def envoy_config(cluster: Cluster, settings: GatewaySettings, options: EnvoyOptions, source: str) -> dict[str, Any]:
+def envoy_config(cluster: Cluster, settings: GatewaySettings, options: EnvoySpec, source: str) -> dict[str, Any]:
     """Return the bootstrap configuration, as Envoy reads it from JSON or YAML.
 
     Args:
@@ -82,7 +82,7 @@ def envoy_config(cluster: Cluster, settings: GatewaySettings, options: EnvoyOpti
     return config
 
 
-def _check_fallback(discovered: bool, options: EnvoyOptions) -> None:
+def _check_fallback(discovered: bool, options: EnvoySpec) -> None:
     if discovered and options.fail_open and not options.fallback:
         what = "Envoy knows no address of discovered engines while no picker responds"
         hint = "add --envoy-fallback HOST:PORT, such as a headless Service of the decode engines, or use --fail closed"
@@ -92,7 +92,7 @@ def _check_fallback(discovered: bool, options: EnvoyOptions) -> None:
         raise InputError(f"it has an effect only if {why}", where="--envoy-fallback", hint="leave it out")
 
 
-def _listener(settings: GatewaySettings, options: EnvoyOptions) -> dict[str, Any]:
+def _listener(settings: GatewaySettings, options: EnvoySpec) -> dict[str, Any]:
     manager = {
         "@type": TYPE + "extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": "kvroute",
@@ -124,13 +124,13 @@ def _limits(settings: GatewaySettings) -> dict[str, Any]:
         "max_request_headers_kb": min(-(-int(limits.header_bytes) // 1024), _HEADERS_KB_MOST),
         "request_headers_timeout": seconds(float(limits.header_s)),
         "common_http_protocol_options": {
-            "max_headers_count": Limits().header_count,
+            "max_headers_count": RequestLimits().header_count,
             "idle_timeout": seconds(float(limits.keep_alive_s)),
         },
     }
 
 
-def _virtual_host(settings: GatewaySettings, options: EnvoyOptions) -> dict[str, Any]:
+def _virtual_host(settings: GatewaySettings, options: EnvoySpec) -> dict[str, Any]:
     served = {"key": _SERVED_HEADER, "value": "%UPSTREAM_REMOTE_ADDRESS%"}
     return {
         "name": "kvroute",
@@ -141,7 +141,7 @@ def _virtual_host(settings: GatewaySettings, options: EnvoyOptions) -> dict[str,
     }
 
 
-def _processor(settings: GatewaySettings, options: EnvoyOptions) -> dict[str, Any]:
+def _processor(settings: GatewaySettings, options: EnvoySpec) -> dict[str, Any]:
     waits_s = float(settings.timeouts.prefill_s) * settings.retries.attempts + float(settings.limits.queue_wait_s)
     modes = {
         "request_header_mode": "SEND",

@@ -9,12 +9,12 @@ from kvroute.epp.decode_leg import EnvoyDecodeLeg
 from kvroute.epp.envoy_call import instances_in
 from kvroute.epp.exchange import PickExchange
 from kvroute.epp.passthrough import PassthroughPick
-from kvroute.epp.server import PickerServer, PickerSettings
+from kvroute.epp.server import PickerServer, PickerSpec
 from kvroute.epp.sidecar_leg import SidecarDecodeLeg
 from kvroute.serve.api.passthrough_paths import COMPLETIONS, OPENAI_COMPLETIONS
 from kvroute.serve.proxy.completion.request import ProxiedRequest
 from kvroute.serve.proxy.endpoints import MakePassthrough
-from kvroute.serve.proxy.frontend import Server, ServerParts
+from kvroute.serve.proxy.frontend import FrontendServer, ServerParts
 from kvroute.types import Discovered, OwnPicker
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ class PickerFrontend:
     relayed: MakePassthrough = PassthroughPick
     metrics = False
 
-    def __init__(self, settings: PickerSettings | None = None) -> None:
-        self._settings = settings or PickerSettings()
+    def __init__(self, settings: PickerSpec | None = None) -> None:
+        self._settings = settings or PickerSpec()
         # A sidecar of an engine orders prefills for the first two kinds only.
         self.routed = OPENAI_COMPLETIONS if self._settings.sidecar else COMPLETIONS
 
@@ -52,10 +52,10 @@ class PickerFrontend:
             received_at,
             decode_leg=SidecarDecodeLeg if self._settings.sidecar else EnvoyDecodeLeg,
             only=instances_in(exchange.subsets, runtime),
-            joint=self._settings.sidecar,
+            both_on_arrival=self._settings.sidecar,
         )
 
-    def server(self, parts: ServerParts) -> Server:
+    def server(self, parts: ServerParts) -> FrontendServer:
         """See `Frontend`."""
         return PickerServer(parts, self._settings)
 

@@ -23,7 +23,7 @@ from kvroute.epp.envoy_pb2 import (
     StreamedBodyResponse,
 )
 from kvroute.http.headers import Headers
-from kvroute.http.server.request_parser import HttpError, Limits
+from kvroute.http.server.request_parser import HttpError, RequestLimits
 
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 ACCESS_LOGS = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
@@ -49,7 +49,7 @@ _UNSENDABLE = HttpError(400, "a header has a character that HTTP/1.1 cannot send
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """The request gets an error response before it is complete."""
 
     def __init__(self, error: HttpError) -> None:
@@ -71,37 +71,37 @@ def other_bytes(raw: bytes) -> int:
     return len(raw)
 
 
-def checked_headers(message: HttpHeaders, limits: Limits) -> tuple[dict[bytes, bytes], Headers]:
+def checked_headers(message: HttpHeaders, limits: RequestLimits) -> tuple[dict[bytes, bytes], Headers]:
     """Return pseudo-headers and headers of a request. Raises Refused: they exceed the limits, or cannot be sent on."""
     if len(message.headers.headers) > limits.header_count + _ENVOYS_OWN:
-        raise Refused(too_long(limits))
+        raise RequestRefused(too_long(limits))
     pseudo: dict[bytes, bytes] = {}
     headers: Headers = []
     size = 0
-    for each in message.headers.headers:
-        name, value = each.key.encode(), each.raw_value or each.value.encode()
+    for header in message.headers.headers:
+        name, value = header.key.encode(), header.raw_value or header.value.encode()
         size += len(name) + len(value) + _LINE_BYTES
         if _UNSAFE.search(name) or _UNSAFE.search(value):
-            raise Refused(_UNSENDABLE)
+            raise RequestRefused(_UNSENDABLE)
         if name.startswith(b":"):
             pseudo[name] = value
         else:
             headers.append((name, value))
     if size > limits.header_bytes + _ENVOYS_OWN * _LINE_BYTES:
-        raise Refused(too_long(limits))
+        raise RequestRefused(too_long(limits))
     return pseudo, headers
 
 
-def too_long(limits: Limits) -> HttpError:
+def too_long(limits: RequestLimits) -> HttpError:
     """Return the error for headers that exceed the limits."""
     return HttpError(431, f"the request's headers exceed {limits.header_bytes} bytes or {limits.header_count} lines")
 
 
 def status_of(message: HttpHeaders) -> int:
     """Return the status of a response; 0 if there is none."""
-    for each in message.headers.headers:
-        if each.key == ":status":
-            value = each.raw_value or each.value.encode()
+    for header in message.headers.headers:
+        if header.key == ":status":
+            value = header.raw_value or header.value.encode()
             return int(value) if value.isdigit() and len(value) == 3 else 0
     return 0
 

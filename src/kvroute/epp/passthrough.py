@@ -34,7 +34,7 @@ class PassthroughPick(PassthroughRequest):
 
     def progress(self) -> Progress:
         """See `PassthroughRequest`. Envoy sends a request once."""
-        return Progress(self.state.over, self._exchange.started, decode_final=self._exchange.picked)
+        return Progress(self.state.over, self._exchange.started, decode_not_resendable=self._exchange.picked)
 
     @property
     def _exchange(self) -> PickExchange:

@@ -18,7 +18,7 @@ from kvroute.epp.envoy_pb2 import (
     StreamAccessLogsResponse,
 )
 from kvroute.epp.exchange import PickExchange, id_headers
-from kvroute.epp.messages import ACCESS_LOGS, HEALTH, MESSAGE_BYTES, PROCESS, Refused, immediate_reply
+from kvroute.epp.messages import ACCESS_LOGS, HEALTH, MESSAGE_BYTES, PROCESS, RequestRefused, immediate_reply
 from kvroute.epp.stream import ProcessingStream, ProtocolFault
 from kvroute.http.headers import request_id_of
 from kvroute.http.server.request_parser import LIGHT_BYTES, HttpError
@@ -44,7 +44,7 @@ _READINESS = frozenset({"", "readiness", PROCESS[1:].rpartition("/")[0]})
 
 
 @dataclass(frozen=True, slots=True)
-class PickerSettings:
+class PickerSpec:
     """Settings of the picker beside those of the gateway."""
 
     conformance: bool = False
@@ -58,7 +58,7 @@ class PickerSettings:
 class PickerServer:
     """See `kvroute.serve.proxy.frontend.Server`."""
 
-    def __init__(self, parts: ServerParts, settings: PickerSettings) -> None:
+    def __init__(self, parts: ServerParts, settings: PickerSpec) -> None:
         self.limits = parts.limits
         self._endpoints, self._ready, self._settings = parts.endpoints, parts.ready, settings
         self._key_pair, self._deadlines = parts.key_pair, parts.deadlines
@@ -196,10 +196,10 @@ class PickerServer:
         stream.held_bytes = size
         if nbytes > limits.body_bytes:
             what = f"the body is longer than {limits.body_bytes} bytes"
-            raise Refused(HttpError(413, what, code="body_too_large"))
+            raise RequestRefused(HttpError(413, what, code="body_too_large"))
         if self._bodies_bytes > limits.bodies_bytes:
             what = "the bodies of all requests together take all memory that they may"
-            raise Refused(HttpError(503, what, "service_unavailable"))
+            raise RequestRefused(HttpError(503, what, "service_unavailable"))
 
     def refused(self, status: int, path: bytes, request_id: bytes, client: str) -> None:
         """See `StreamOwner`."""

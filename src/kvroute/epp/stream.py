@@ -25,7 +25,7 @@ from kvroute.epp.envoy_pb2 import (
 from kvroute.epp.exchange import Pick, PickExchange, PickRequest, id_headers
 from kvroute.epp.messages import (
     MESSAGE_BYTES,
-    Refused,
+    RequestRefused,
     body_pieces,
     buffered_replies,
     checked_headers,
@@ -42,7 +42,7 @@ from kvroute.epp.messages import (
 )
 from kvroute.http.deadlines import NEVER_S
 from kvroute.http.headers import Headers, request_id_of
-from kvroute.http.server.request_parser import HttpError, Limits
+from kvroute.http.server.request_parser import HttpError, RequestLimits
 from kvroute.serve.api.anthropic.errors import ApiErrors
 
 _WANTED, _ECHO, _SHOWN = b"test-epp-endpoint-selection", b"x-echo-set-header", b"x-conformance-test-served-endpoint"
@@ -61,7 +61,7 @@ class ProtocolFault(Exception):
 class StreamOwner(Protocol):
     """The server of all streams."""
 
-    limits: Limits
+    limits: RequestLimits
 
     def take(self, stream: ProcessingStream, exchange: PickExchange) -> None:
         """Handle the request of a stream, which is complete."""
@@ -117,7 +117,7 @@ class ProcessingStream:
         """
         try:
             await self._serve()
-        except Refused as refused:
+        except RequestRefused as refused:
             await self._refuse(refused.error)
         except asyncio.CancelledError:
             if self._incomplete is not None:
@@ -196,7 +196,7 @@ class ProcessingStream:
         """Count the size of the body that has been decoded or freed; return whether there is room for it."""
         try:
             self._owner.hold(self, nbytes)
-        except Refused:
+        except RequestRefused:
             return False
         return True
 
@@ -206,7 +206,7 @@ class ProcessingStream:
         if raw is grpc.aio.EOF:
             return None
         if len(raw) > MESSAGE_BYTES and other_bytes(raw) > MESSAGE_BYTES + self._owner.limits.header_bytes:
-            raise Refused(too_long(self._owner.limits))
+            raise RequestRefused(too_long(self._owner.limits))
         try:
             message: ProcessingRequest = ProcessingRequest.FromString(raw)
         except DecodeError:

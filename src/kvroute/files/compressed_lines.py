@@ -58,19 +58,19 @@ def fingerprint(path: Path) -> str:
     if not path.is_dir():
         return xxhash.xxh64_hexdigest(path.read_bytes())
     whole = xxhash.xxh64()
-    for file in sorted(each for each in path.iterdir() if each.is_file()):
+    for file in sorted(file for file in path.iterdir() if file.is_file()):
         whole.update(f"{file.name}\0{fingerprint(file)}\0".encode())
     return whole.hexdigest()
 
 
-def write_octets(path: Path, octets: bytes) -> None:
+def write_compressed(path: Path, content: bytes) -> None:
     """Write a file, compressed according to the suffix of its name; equal input gives equal files."""
     if path.suffix == ".zst":
-        octets = zstandard.ZstdCompressor(level=9).compress(octets)
+        content = zstandard.ZstdCompressor(level=9).compress(content)
     elif path.suffix == ".gz":
-        octets = gzip.compress(octets, mtime=0)
+        content = gzip.compress(content, mtime=0)
     with written_whole(path) as part:
-        part.write_bytes(octets)
+        part.write_bytes(content)
 
 
 @contextmanager

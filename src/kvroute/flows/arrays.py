@@ -9,17 +9,17 @@ from __future__ import annotations
 import numpy as np
 
 from kvroute.flows import state
-from kvroute.flows.state import State
+from kvroute.flows.state import FlowState
 from kvroute.types import FloatArray, IntArray
 
 
-def idle(capacity_bytes_per_s: FloatArray, slots: int, longest: int) -> State:
+def idle(capacity_bytes_per_s: FloatArray, slots: int, longest: int) -> FlowState:
     """Return the state without flows, with space for `slots` flows of `longest` links each, private links included."""
     links = len(capacity_bytes_per_s)
     link, link_int = np.zeros((links + slots, 6)), np.zeros((links + slots, 6), np.int64)
     link[:links, state.CAPACITY] = capacity_bytes_per_s
     link_int[:, state.HEAD] = -1
-    return State(
+    return FlowState(
         flow=np.zeros((slots, 8)),
         flow_int=np.zeros((slots, 3), np.int64),
         link=link,
@@ -30,7 +30,7 @@ def idle(capacity_bytes_per_s: FloatArray, slots: int, longest: int) -> State:
     )
 
 
-def widened(old: State, slots: int) -> State:
+def widened(old: FlowState, slots: int) -> FlowState:
     """Return the same flows in `slots` slots; flows and links keep their row numbers."""
     before = len(old.flow)
     links = len(old.link) - before
@@ -43,7 +43,7 @@ def widened(old: State, slots: int) -> State:
     return new
 
 
-def relinked(old: State, capacity_bytes_per_s: FloatArray, after: IntArray) -> State:
+def relinked(old: FlowState, capacity_bytes_per_s: FloatArray, after: IntArray) -> FlowState:
     """Return the same flows on the links of another network; slots, hops and rates stay the same.
 
     Args:
@@ -68,7 +68,7 @@ def relinked(old: State, capacity_bytes_per_s: FloatArray, after: IntArray) -> S
     return new
 
 
-def lengthened(old: State, longest: int) -> State:
+def lengthened(old: FlowState, longest: int) -> FlowState:
     """Return the same flows with space for paths of `longest` links: hop `slot * P + k` moves to a wider row, and all
     references to hops are renumbered."""
     before = len(old.hop) // len(old.flow)

@@ -23,7 +23,7 @@ from kvroute.flows.state import (
     SINCE,
     SIZE,
     WEIGHT,
-    State,
+    FlowState,
     chain,
     touch,
     unchain,
@@ -34,7 +34,7 @@ from kvroute.types import FloatArray, IntArray
 @compiled_in_place
 def _insert(
     now: float,
-    net: State,
+    net: FlowState,
     si: IntArray,
     sf: FloatArray,
 ) -> None:
@@ -61,7 +61,7 @@ def _insert(
 
 
 @compiled_in_place
-def _remove(slot: int, sent: float, net: State) -> None:
+def _remove(slot: int, sent: float, net: FlowState) -> None:
     """Remove a flow from its links, which carried `sent` bytes of it; the caller removes it from ORDER."""
     longest = net.hop.shape[0] // net.flow.shape[0]
     for hop in range(slot * longest, slot * longest + net.flow_int[slot, HOPS]):
@@ -69,7 +69,7 @@ def _remove(slot: int, sent: float, net: State) -> None:
 
 
 @compiled_in_place
-def _earliest(net: State) -> tuple[float, int]:
+def _earliest(net: FlowState) -> tuple[float, int]:
     """Return the least finish time and the slot that finishes then (the first started of several); inf and -1 if none
     can."""
     at = np.inf
@@ -90,14 +90,14 @@ def _slack(at: float) -> float:
 
 
 @compiled_in_place
-def _ends(slot: int, at: float, slack: float, net: State) -> bool:
+def _ends(slot: int, at: float, slack: float, net: FlowState) -> bool:
     """Return True if a flow ends at `at`, the least finish time, or later by rounding only."""
     ends: bool = net.flow[slot, FINISH] - at <= slack + 1e-12 * (at - net.flow[slot, BEGUN])
     return ends
 
 
 @compiled_in_place
-def _retire(now: float, out: IntArray, done: int, net: State) -> int:
+def _retire(now: float, out: IntArray, done: int, net: FlowState) -> int:
     """Finish the flows that end at `now`, the least finish time; write slots to `out` from `done` on, in start
     order."""
     kept, slack = 0, _slack(now)
@@ -115,7 +115,9 @@ def _retire(now: float, out: IntArray, done: int, net: State) -> int:
 
 
 @compiled
-def _drive(now: float, to: float, net: State, si: IntArray, sf: FloatArray, out: IntArray) -> tuple[int, float, int]:
+def _drive(
+    now: float, to: float, net: FlowState, si: IntArray, sf: FloatArray, out: IntArray
+) -> tuple[int, float, int]:
     if sf.shape[0] > 0:
         _insert(now, net, si, sf)
     done = 0
@@ -152,11 +154,11 @@ def drive(
     finish at `to` itself is not solved again, since more may change at that instant). The state's arrays are passed one
     by one, which halves the cost of a call compared with the tuple.
     """
-    return _drive(now, to, State(flow, flow_int, link, link_int, hop, lists, counts), si, sf, out)
+    return _drive(now, to, FlowState(flow, flow_int, link, link_int, hop, lists, counts), si, sf, out)
 
 
 @compiled
-def cancel(now: float, slot: int, net: State) -> float:
+def cancel(now: float, slot: int, net: FlowState) -> float:
     """Remove an unfinished flow; return its bytes left."""
     left: float = max(net.flow[slot, LEFT] - net.flow[slot, RATE] * (now - net.flow[slot, SINCE]), 0.0)
     _remove(slot, net.flow[slot, SIZE] - left, net)
@@ -170,7 +172,7 @@ def cancel(now: float, slot: int, net: State) -> float:
 
 
 @compiled
-def set_capacities(links: IntArray, values: FloatArray, net: State) -> None:
+def set_capacities(links: IntArray, values: FloatArray, net: FlowState) -> None:
     """Set capacities in bytes per second; an equal value changes nothing."""
     for k in range(links.shape[0]):
         if net.link[links[k], CAPACITY] != values[k]:
@@ -179,7 +181,7 @@ def set_capacities(links: IntArray, values: FloatArray, net: State) -> None:
 
 
 @compiled
-def set_ceiling(now: float, slot: int, bytes_per_s: float, net: State) -> None:
+def set_ceiling(now: float, slot: int, bytes_per_s: float, net: FlowState) -> None:
     """Limit the rate of an unfinished flow by its private link; inf removes the link. The path needs one free hop for
     it."""
     longest, hops = net.hop.shape[0] // net.flow.shape[0], net.flow_int[slot, HOPS]
@@ -202,7 +204,7 @@ def set_ceiling(now: float, slot: int, bytes_per_s: float, net: State) -> None:
 
 
 @compiled
-def link_loads(now: float, net: State) -> tuple[FloatArray, FloatArray]:
+def link_loads(now: float, net: FlowState) -> tuple[FloatArray, FloatArray]:
     """Return per link the current rate (bytes per second) and the bytes carried until `now`."""
     longest = net.hop.shape[0] // net.flow.shape[0]
     rates, carried = np.zeros(net.link.shape[0]), net.link[:, CARRIED].copy()
@@ -216,9 +218,9 @@ def link_loads(now: float, net: State) -> tuple[FloatArray, FloatArray]:
 
 
 @compiled
-def finish_of(slot: int, now: float, real: State, si: IntArray, sf: FloatArray) -> float:
+def finish_of(slot: int, now: float, real: FlowState, si: IntArray, sf: FloatArray) -> float:
     """Start the staged flows on a copy of the state and run it until `slot` has finished; return that time, or inf."""
-    net = State(
+    net = FlowState(
         real.flow.copy(),
         real.flow_int.copy(),
         real.link.copy(),

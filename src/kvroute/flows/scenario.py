@@ -19,7 +19,7 @@ from kvroute_engine.files.form import nearest
 _SCENARIO_HINT = "give a JSON object with `links` and `flows`"
 
 
-class Link(
+class ScenarioLink(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"bytes_per_s": "capacity_Bps"}
 ):
     """One directed link."""
@@ -45,10 +45,10 @@ class Flow(
     traffic_class: str = "kv"
 
 
-class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+class FlowScenario(msgspec.Struct, frozen=True, kw_only=True):
     """Links and the flows over them; `classes` is a weight multiplier by traffic class (default: 1 for each)."""
 
-    links: tuple[Link, ...]
+    links: tuple[ScenarioLink, ...]
     flows: tuple[Flow, ...]
     classes: dict[str, float] | None = None
 
@@ -57,7 +57,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return self.classes if self.classes is not None else {flow.traffic_class: 1.0 for flow in self.flows}
 
 
-def read_scenario(path: Path) -> Scenario:
+def read_scenario(path: Path) -> FlowScenario:
     """Read a scenario file. Raises InputError when it cannot be read, InputErrors with every fault of its content."""
     try:
         text = path.read_bytes()
@@ -66,13 +66,13 @@ def read_scenario(path: Path) -> Scenario:
     return parse_scenario(text, where=str(path))
 
 
-def parse_scenario(text: bytes | str, where: str = "scenario") -> Scenario:
+def parse_scenario(text: bytes | str, where: str = "scenario") -> FlowScenario:
     """Parse and check a scenario from JSON text; `where` is its name in errors. Raises InputError or InputErrors."""
     data = text.encode() if isinstance(text, str) else text
     if not data.strip():
         raise InputError("the file is empty", where=where, hint=_SCENARIO_HINT)
     try:
-        scenario = msgspec.json.decode(data, type=Scenario)
+        scenario = msgspec.json.decode(data, type=FlowScenario)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), where) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -98,7 +98,7 @@ def _invalid(error: str, where: str) -> InputError:
         what = f"{missing[1]} is missing"
     elif unknown := re.fullmatch(r"Object contains unknown field `(.*)`", what):
         what = f"unknown field `{unknown[1]}`"
-        kind = Link if place.startswith("links") else Flow
+        kind = ScenarioLink if place.startswith("links") else Flow
         hint = nearest(unknown[1], [known.encode_name for known in msgspec.structs.fields(kind)])
     return InputError(what, where=f"{where}, {place}" if place else where, hint=hint)
 
@@ -108,13 +108,13 @@ def _foreign(data: bytes, where: str) -> InputError | None:
     if data.lstrip().startswith((b"{", b"[")):
         return None
     try:
-        what, hint = other_kind(data.decode(), Scenario) or ("this is YAML, not JSON", _SCENARIO_HINT)
+        what, hint = other_kind(data.decode(), FlowScenario) or ("this is YAML, not JSON", _SCENARIO_HINT)
     except (UnicodeDecodeError, InputErrors):
         return None
     return InputError(what, where=where, hint=hint)
 
 
-def completion_times(scenario: Scenario) -> list[float]:
+def completion_times(scenario: FlowScenario) -> list[float]:
     """Return when each flow ends, in absolute seconds, in the order of the scenario's flows.
 
     Rates are weighted max-min, solved again at each start and finish. Links have no latency. Raises InputError for a
@@ -141,7 +141,7 @@ def completion_times(scenario: Scenario) -> list[float]:
     return ends_s
 
 
-def _faults(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
+def _faults(scenario: FlowScenario) -> Iterator[tuple[str, str, str]]:
     """Yield place, fault and fix of every error that the types do not exclude."""
     classes = scenario.class_weights()
     for name, weight in classes.items():

@@ -35,7 +35,7 @@ from kvroute.flows.state import (
     TOP,
     TRIAL,
     WEIGHT,
-    State,
+    FlowState,
 )
 
 TOLERANCE = 1e-11
@@ -43,7 +43,7 @@ TOLERANCE = 1e-11
 
 
 @compiled_in_place
-def _sink(at: int, size: int, net: State) -> None:
+def _sink(at: int, size: int, net: FlowState) -> None:
     """Sift heap[at] down below every link of smaller share; ties by link number."""
     heap = net.lists[HEAP]
     link = heap[at]
@@ -66,7 +66,7 @@ def _sink(at: int, size: int, net: State) -> None:
 
 
 @compiled_in_place
-def _give(now: float, slot: int, net: State) -> None:
+def _give(now: float, slot: int, net: FlowState) -> None:
     """Set a flow's rate to its trial rate from `now` on; an equal rate leaves its finish time exactly unchanged."""
     rate = net.flow[slot, TRIAL]
     if rate == net.flow[slot, RATE]:
@@ -80,7 +80,7 @@ def _give(now: float, slot: int, net: State) -> None:
 
 
 @compiled_in_place
-def _seed(net: State) -> int:
+def _seed(net: FlowState) -> int:
     """Put into GROUP the flows whose rates a dirty link may change: new flows, flows that it limits, and all flows of
     an overloaded link."""
     net.counts[EPOCH] += 2
@@ -107,7 +107,7 @@ def _seed(net: State) -> int:
 
 
 @compiled_in_place
-def _open(link: int, epoch: int, net: State) -> None:
+def _open(link: int, epoch: int, net: FlowState) -> None:
     """Prepare a link for a solve: the capacity that flows outside the group leave, and the group's count and weight."""
     rising, others, weight, room = 0, 0, 0.0, net.link[link, CAPACITY]
     hop = net.link_int[link, HEAD]
@@ -132,7 +132,7 @@ def _open(link: int, epoch: int, net: State) -> None:
 
 
 @compiled_in_place
-def _gather(size: int, net: State) -> int:
+def _gather(size: int, net: FlowState) -> int:
     """Mark the group and list its links in HEAP for `_fill`; return the number of links."""
     longest = net.hop.shape[0] // net.flow.shape[0]
     net.counts[EPOCH] += 2
@@ -152,7 +152,7 @@ def _gather(size: int, net: State) -> int:
 
 
 @compiled_in_place
-def _fill(size: int, net: State) -> None:
+def _fill(size: int, net: FlowState) -> None:
     """Solve weighted max-min of the group in the remaining capacity: the link of least share freezes its flows,
     repeatedly.
 
@@ -201,7 +201,7 @@ def _fill(size: int, net: State) -> None:
 def _widen(
     size: int,
     n_links: int,
-    net: State,
+    net: FlowState,
 ) -> int:
     """Add to the group the other flows that the group's new rates make unfair; return the group's size.
 
@@ -229,7 +229,7 @@ def _widen(
 
 
 @compiled_in_place
-def solve(now: float, net: State) -> None:
+def solve(now: float, net: FlowState) -> None:
     """Restore weighted max-min rates after changes on the dirty links.
 
     Flows have max-min rates if and only if each has a bottleneck: a full link where no flow has more per weight. It is

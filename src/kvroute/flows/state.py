@@ -24,7 +24,7 @@ ACTIVE, DIRTIES, EPOCH = range(3)
 """Entries of `counts`: active flows, dirty links, last mark used."""
 
 
-class State(NamedTuple):
+class FlowState(NamedTuple):
     """A flow has a slot (a row of `flow`), a link has a row of `link`.
 
     Hop `slot * P + k` is the k-th link of a slot's path, in a doubly linked list of the flows on that link. The last
@@ -42,7 +42,7 @@ class State(NamedTuple):
 
 
 @compiled_in_place
-def touch(link: int, net: State) -> None:
+def touch(link: int, net: FlowState) -> None:
     """Mark a link as changed, so that the next solve includes it."""
     if net.link_int[link, QUEUED] == 0:
         net.link_int[link, QUEUED] = 1
@@ -51,7 +51,7 @@ def touch(link: int, net: State) -> None:
 
 
 @compiled_in_place
-def chain(hop: int, slot: int, link: int, net: State) -> None:
+def chain(hop: int, slot: int, link: int, net: FlowState) -> None:
     """Add a hop of a slot's path to its link."""
     after = net.link_int[link, HEAD]
     net.hop[hop, LINK], net.hop[hop, SLOT], net.hop[hop, NEXT], net.hop[hop, PREV] = link, slot, after, -1
@@ -62,7 +62,7 @@ def chain(hop: int, slot: int, link: int, net: State) -> None:
 
 
 @compiled_in_place
-def unchain(hop: int, net: State) -> int:
+def unchain(hop: int, net: FlowState) -> int:
     """Remove a hop from its link; return the link."""
     link, before, after = net.hop[hop, LINK], net.hop[hop, PREV], net.hop[hop, NEXT]
     if before >= 0:

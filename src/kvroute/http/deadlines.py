@@ -10,7 +10,7 @@ from kvroute.http.loop_lag import LoopLag
 NEVER_S = float("inf")
 
 
-class Waiting(Protocol):
+class HasDeadline(Protocol):
     """An object with a deadline."""
 
     deadline_s: float
@@ -34,20 +34,20 @@ class Deadlines:
         self._period_s = period_s
         self._lag_s = 0.0
         """Total lag at the last check, in seconds."""
-        self._waiting: dict[Waiting, None] = {}
+        self._waiting: dict[HasDeadline, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def watch(self, waiting: Waiting) -> None:
+    def watch(self, waiting: HasDeadline) -> None:
         """Check an object's deadline until `forget`; the timer runs only while there are such objects."""
         self._waiting[waiting] = None
         if self._timer is None:
             self._lag_s = self.lag.total_s()
             self._timer = asyncio.get_running_loop().call_later(self._period_s, self._check)
 
-    def forget(self, waiting: Waiting) -> None:
+    def forget(self, waiting: HasDeadline) -> None:
         """Stop checking an object's deadline."""
         self._waiting.pop(waiting, None)
         if not self._waiting and self._timer is not None:

@@ -36,7 +36,7 @@ class Compute:
     def active_parameters(self) -> float:
         """Parameters by which each token of a prompt is multiplied: without embeddings and without the output layer,
         which a prefill applies to the last token only."""
-        return sum(each.count * each.parameters for each in self.sublayers)
+        return sum(sublayer.count * sublayer.parameters for sublayer in self.sublayers)
 
     def token_flop(self, context_tokens: float) -> float:
         """Return the operations for one token that attends to `context_tokens` tokens.
@@ -46,7 +46,7 @@ class Compute:
         its average over a causal mask, because the context of an appended token is known). Norms, rotary embeddings and
         the softmax are not counted.
         """
-        return sum(each.token_flop(context_tokens) for each in self.sublayers)
+        return sum(sublayer.token_flop(context_tokens) for sublayer in self.sublayers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,10 +67,10 @@ def from_config(config: Mapping[str, Any] | Path, *, name: str = "", element_byt
 
 def _load(path: Path) -> Mapping[str, Any]:
     try:
-        octets = path.read_bytes()
-        if not octets.strip():
+        content = path.read_bytes()
+        if not content.strip():
             raise InputError("the file is empty", where=str(path), hint="give a Hugging Face config.json")
-        document = msgspec.json.decode(octets)
+        document = msgspec.json.decode(content)
     except OSError as error:
         raise InputError(f"cannot be read ({error.strerror})", where=str(path), hint="give a config.json") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

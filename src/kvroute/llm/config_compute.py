@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvroute.llm.compute import Compute, Indexer, Latent, Sublayers, attention, feed_forward, latent_attention
 from kvroute.llm.config_fields import HEADS, HIDDEN, LAYER_COUNT, Fields
-from kvroute.llm.geometry import Layers, Shape
+from kvroute.llm.geometry import Layers, ModelShape
 from kvroute.types import InputError
 
 _WIDTH = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
@@ -40,16 +40,16 @@ def compute_of(fields: Fields, layers: Sequence[Layers]) -> Compute | None:
         return None
 
 
-def shape_of(fields: Fields, compute: Compute | None) -> Shape | None:
+def shape_of(fields: Fields, compute: Compute | None) -> ModelShape | None:
     """Return the shape of a model with these operations; None if the file does not give it."""
     if fields.get(*HIDDEN) is None or fields.get(*HEADS) is None:
         return None
     hidden, heads = fields.count(*HIDDEN), fields.count(*HEADS)
     if compute is None or fields.get("vocab_size") is None or fields.get(*_ACTIVE_EXPERTS) is not None:
-        return Shape(hidden, heads)
+        return ModelShape(hidden, heads)
     tied = fields.get("tie_word_embeddings") is not False  # Hugging Face's default
     embeddings = (1 if tied else 2) * fields.count("vocab_size") * hidden
-    return Shape(hidden, heads, compute.active_parameters + embeddings)
+    return ModelShape(hidden, heads, compute.active_parameters + embeddings)
 
 
 def _attention(fields: Fields, group: Layers, hidden: int, heads: int) -> Sublayers:

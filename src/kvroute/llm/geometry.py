@@ -52,7 +52,7 @@ class Layers:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """Dimensions that tensor parallelism needs besides the KV cache."""
 
     hidden: int
@@ -71,7 +71,7 @@ class Model:
     layers: tuple[Layers, ...]
     compute: Compute | None = None
     """Operations of a prefill; None: not known."""
-    shape: Shape | None = None
+    shape: ModelShape | None = None
     """None: not known."""
     kv_bytes_per_token: float = field(init=False)
     """Bytes per token of a long context: all layers that keep every token (`attention`, `mla`), all shards.

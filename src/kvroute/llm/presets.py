@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvroute.llm.compute import Compute, Indexer, Latent, Sublayers, attention, feed_forward, latent_attention
 from kvroute.llm.config import from_config
-from kvroute.llm.geometry import Layers, Model, Shape
+from kvroute.llm.geometry import Layers, Model, ModelShape
 from kvroute.types import InputError
 
 MIB = 2**20
@@ -37,13 +37,13 @@ class _Sizes:
     tied: bool = False
     """Whether the output layer is the embedding."""
 
-    def shape(self, compute: Compute) -> Shape:
+    def shape(self, compute: Compute) -> ModelShape:
         """Return the shape; the parameters of a mixture of experts are not known, because `width` has the active ones
         only."""
         if self.experts or not self.vocabulary:
-            return Shape(self.hidden, self.heads)
+            return ModelShape(self.hidden, self.heads)
         embeddings = (1 if self.tied else 2) * self.vocabulary * self.hidden
-        return Shape(self.hidden, self.heads, compute.active_parameters + embeddings)
+        return ModelShape(self.hidden, self.heads, compute.active_parameters + embeddings)
 
     def behind(self, layers: int) -> tuple[Sublayers, ...]:
         """Return the feed-forward sublayers of `layers` layers."""

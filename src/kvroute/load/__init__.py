@@ -1,11 +1,11 @@
 """A load generator: sends the requests of a trace to a live server and measures the times of its responses."""
 
-from kvroute.load.client import Client
+from kvroute.load.client import LoadClient
 from kvroute.load.replay import (
     LEAD_S,
     VOCABULARY,
-    Answer,
-    Events,
+    EventStreamParser,
+    ReplayedResponse,
     TimedRequest,
     prompt_tokens,
     replay_trace,
@@ -15,9 +15,9 @@ from kvroute.load.replay import (
 __all__ = [
     "LEAD_S",
     "VOCABULARY",
-    "Answer",
-    "Client",
-    "Events",
+    "EventStreamParser",
+    "LoadClient",
+    "ReplayedResponse",
     "TimedRequest",
     "prompt_tokens",
     "replay_trace",

@@ -14,7 +14,7 @@ from kvroute.types import InputError
 from kvroute_engine.addresses import host_port
 
 
-class Client:
+class LoadClient:
     """Keep-alive connections to one server, one per request in progress; plain HTTP/1.1, no TLS."""
 
     def __init__(self, url: str) -> None:
@@ -22,7 +22,7 @@ class Client:
         if parts.scheme != "http" or not parts.hostname:
             raise InputError(f"{url!r} is not an http:// address", where="url", hint="give http://host:port")
         self._host, self._port = parts.hostname, parts.port or 80
-        self._idle: list[Connection] = []
+        self._idle: list[LoadConnection] = []
 
     async def post(
         self,
@@ -58,17 +58,17 @@ class Client:
             connection.abort()
         self._idle.clear()
 
-    async def _connection(self) -> Connection:
+    async def _connection(self) -> LoadConnection:
         while self._idle:
             if (connection := self._idle.pop()).reusable:
                 return connection
         loop = asyncio.get_running_loop()
-        _, fresh = await loop.create_connection(Connection, self._host, self._port)
+        _, fresh = await loop.create_connection(LoadConnection, self._host, self._port)
         return fresh
 
 
 @dataclass(slots=True, eq=False)
-class Connection(asyncio.Protocol):
+class LoadConnection(asyncio.Protocol):
     """One connection. It handles one request at a time and parses the response with httptools."""
 
     reusable: bool = False

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvroute.load.client import Client
+from kvroute.load.client import LoadClient
 
 VOCABULARY = 32_000
 LEAD_S = 0.05
@@ -48,7 +48,7 @@ class TimedRequest:
     """Sent as X-Request-Id. Emulated engines use a numeric id as the request's number in its trace."""
 
 
-class Answer(msgspec.Struct, kw_only=True):
+class ReplayedResponse(msgspec.Struct, kw_only=True):
     """Response to one request. Times are in seconds since the start of the replay; None: it did not get so far."""
 
     due_s: float
@@ -103,9 +103,9 @@ async def replay_trace(
     url: str,
     requests: Iterable[TimedRequest],
     *,
-    on_answer: Callable[[Answer], None] = lambda answer: None,
+    on_answer: Callable[[ReplayedResponse], None] = lambda answer: None,
     timeout_s: float = 600.0,
-) -> list[Answer]:
+) -> list[ReplayedResponse]:
     """Send every request when it is due, wait for all responses and return them in the order of the requests.
 
     Args:
@@ -117,14 +117,14 @@ async def replay_trace(
     Raises:
         InputError: the URL is not plain http with a host.
     """
-    client, ready = Client(url), list(requests)
+    client, ready = LoadClient(url), list(requests)
     started = time.monotonic() + LEAD_S
-    answers: list[Answer] = []
+    answers: list[ReplayedResponse] = []
     try:
         async with asyncio.TaskGroup() as group:
             for request in ready:
                 await asyncio.sleep(max(0.0, started + request.at_s - time.monotonic()))
-                answer = Answer(due_s=request.at_s)
+                answer = ReplayedResponse(due_s=request.at_s)
                 answers.append(answer)
                 group.create_task(_fetch(client, request, answer, started, timeout_s, on_answer))
     finally:
@@ -133,14 +133,14 @@ async def replay_trace(
 
 
 async def _fetch(
-    client: Client,
+    client: LoadClient,
     request: TimedRequest,
-    answer: Answer,
+    answer: ReplayedResponse,
     started: float,
     timeout_s: float,
-    on_answer: Callable[[Answer], None],
+    on_answer: Callable[[ReplayedResponse], None],
 ) -> None:
-    events = Events(answer, started)
+    events = EventStreamParser(answer, started)
     try:
         async with asyncio.timeout(timeout_s):
             named = f"x-request-id: {request.request_id}\r\n".encode() if request.request_id else b""
@@ -155,10 +155,10 @@ async def _fetch(
 
 
 @dataclass(slots=True)
-class Events:
+class EventStreamParser:
     """Server-sent events of one response, parsed only as far as timing requires."""
 
-    answer: Answer
+    answer: ReplayedResponse
     started: float
     done: bool = False
     _pending: bytes = b""

@@ -3,13 +3,13 @@
 from kvroute.oracle.formulas import effective_bytes_per_s, network_wins, staleness_bound
 from kvroute.oracle.links import LinkView
 from kvroute.oracle.network import NetworkOracle, at_home
-from kvroute.oracle.telemetry import CONGESTION_MAX, OracleSettings
+from kvroute.oracle.telemetry import CONGESTION_MAX, OracleSpec
 
 __all__ = [
     "CONGESTION_MAX",
     "LinkView",
     "NetworkOracle",
-    "OracleSettings",
+    "OracleSpec",
     "at_home",
     "effective_bytes_per_s",
     "network_wins",

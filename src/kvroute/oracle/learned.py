@@ -127,7 +127,7 @@ class _Company:
     ended: int = 0
 
 
-class Learned:
+class LearnedBandwidth:
     """Effective bandwidth as measured by own KV transfers (the engines' counters of bytes and seconds).
 
     A measurement of s bytes in t seconds, with n own transfers beside it, implies B' = s (1 + n) / (t - latency) for a

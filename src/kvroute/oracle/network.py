@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvroute.oracle.learned import Learned
+from kvroute.oracle.learned import LearnedBandwidth
 from kvroute.oracle.links import LinkView
-from kvroute.oracle.telemetry import Congestion, OracleSettings, utilisation_array
+from kvroute.oracle.telemetry import Congestion, OracleSpec, utilisation_array
 from kvroute.topology import Cluster
 from kvroute.types import SAME_NODE, TIER_COUNT, FloatArray, InputError, IntArray, NetworkCosts, RatioLearned, TierArray
 
@@ -21,7 +21,7 @@ class NetworkOracle:
         tier: TierArray,
         bytes_per_s: FloatArray,
         latency_s: FloatArray,
-        settings: OracleSettings | None = None,
+        settings: OracleSpec | None = None,
         links: LinkView | None = None,
     ) -> None:
         """Start without transfers in flight and without telemetry, that is with the static view.
@@ -43,7 +43,7 @@ class NetworkOracle:
             raise InputError("the tier map contains an unknown tier", where="tier", hint=f"use 0 to {TIER_COUNT - 1}")
         self._bytes_per_s = _per_tier(bytes_per_s, "bytes_per_s", above_zero=True)
         self._latency_s = _per_tier(latency_s, "latency_s", above_zero=False)
-        self._settings = settings or OracleSettings()
+        self._settings = settings or OracleSpec()
         self._links = links
         self._congestion = Congestion(self._settings)
         self._utilisation: FloatArray | None = None
@@ -54,13 +54,13 @@ class NetworkOracle:
         self._nothing.flags.writeable = False
         stale_after_s = self._settings.stale_after_s
         self._learned = (
-            Learned(self._tier, self._bytes_per_s, self._latency_s, stale_after_s)
+            LearnedBandwidth(self._tier, self._bytes_per_s, self._latency_s, stale_after_s)
             if self._settings.self_measured
             else None
         )
 
     @classmethod
-    def of(cls, cluster: Cluster, settings: OracleSettings | None = None) -> NetworkOracle:
+    def of(cls, cluster: Cluster, settings: OracleSpec | None = None) -> NetworkOracle:
         """The oracle of a loaded cluster, ready for telemetry by tier and by link."""
         return cls(cluster.tier, cluster.tier_bytes_per_s, cluster.tier_latency_s, settings, LinkView.of(cluster))
 
@@ -156,8 +156,8 @@ class NetworkOracle:
             source: index of the prefill instance.
             targets: [m] indices of the candidates, in the candidates' order.
             at: time of the call.
-            own_transfers: include the number and the measured rates of own transfers. A policy with a `Sight` does not
-                need them, because its own table of transfers is more precise.
+            own_transfers: include the number and the measured rates of own transfers. A policy with a `NetworkView`
+                does not need them, because its own table of transfers is more precise.
         """
         own = own_transfers and self._settings.separates_own_traffic
         tier = self._tier[source].take(targets)

@@ -22,7 +22,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class OracleSettings:
+class OracleSpec:
     """How the oracle uses its counters and its telemetry."""
 
     in_flight_max: int = 16
@@ -92,7 +92,7 @@ def _read_only(array: FloatArray) -> FloatArray:
 class Congestion:
     """Estimated congestion of every tier; arrays of length TIER_COUNT, never written in place."""
 
-    settings: OracleSettings
+    settings: OracleSpec
     measured_at: float | None = None
     _level: FloatArray = field(default_factory=lambda: _read_only(np.zeros(TIER_COUNT)))
     _slope_per_s: FloatArray = field(default_factory=lambda: np.zeros(TIER_COUNT))

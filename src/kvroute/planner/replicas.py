@@ -99,7 +99,7 @@ def plan_replicas(
     demand, cached_share = _demand(cluster, trace, prefill, cached=cached)
     able = replica_model(cluster, name)
     gpus = len(prefill.gpus), len(decode.gpus)
-    of_model = [each for each in cluster.instances if each.model == name]
+    of_model = [instance for instance in cluster.instances if instance.model == name]
     return ReplicaPlan(
         cluster=cluster.name,
         model=name,
@@ -121,7 +121,7 @@ def _day(
     total = math.fsum(hourly)
     if len(hourly) != HOURS or min(hourly) < 0.0 or not 0.0 < total < math.inf:
         raise InputError(f"{len(hourly)} hourly rates are given", hint="give 24 numbers of 0 or more, one above 0")
-    hours = tuple(_row(target, demand.at(demand.rate_per_s * each * HOURS / total), able, gpus) for each in hourly)
+    hours = tuple(_row(target, demand.at(demand.rate_per_s * rate * HOURS / total), able, gpus) for rate in hourly)
     return DayPlan(
         hours=hours,
         gpu_hours=float(sum(row.gpus for row in hours)),
@@ -136,7 +136,7 @@ def _row(target: ReplicaTarget, demand: Demand, able: ReplicaModel, gpus: tuple[
 
 
 def _model_name(cluster: Cluster, model: str) -> str:
-    names = sorted({each.model for each in cluster.instances})
+    names = sorted({instance.model for instance in cluster.instances})
     if model in names:
         return model
     if model:
@@ -148,7 +148,7 @@ def _model_name(cluster: Cluster, model: str) -> str:
 
 
 def _first(cluster: Cluster, model: str, role: str) -> Instance:
-    found = next((each for each in cluster.instances if (each.model, each.role) == (model, role)), None)
+    found = next((instance for instance in cluster.instances if (instance.model, instance.role) == (model, role)), None)
     if found is None:
         what = f"{cluster.name} has no {role} instance of {model}"
         raise InputError(what, hint="list at least one instance of each role in the cluster file")

@@ -10,11 +10,11 @@ from kvroute.policies.decode import (
     RoundRobin,
     queue_and_decode_s,
 )
-from kvroute.policies.foresight.aggregated import Alone, AloneCandidates, AloneOffer
+from kvroute.policies.foresight.aggregated import AggregatedCandidates, AggregatedChoice, AggregatedOffer
 from kvroute.policies.foresight.joint import ForesightJoint, JointPath, Pair
 from kvroute.policies.foresight.links import LinkModel
 from kvroute.policies.foresight.policy import Foresight
-from kvroute.policies.foresight.sight import Sight, TierLearned
+from kvroute.policies.foresight.sight import NetworkView, TierLearned
 from kvroute.policies.foresight.spec import NO_BOUND, ForesightSpec
 from kvroute.policies.names import (
     DECODE_POLICIES,
@@ -29,11 +29,11 @@ from kvroute.policies.preferences import preferred
 from kvroute.policies.prefill import PREFILL_POLICIES, PrefillCandidates, PrefillPolicy, prefill_policy
 from kvroute.policies.stateful import (
     CapacityLearner,
+    NetworkViewPolicy,
     PairingPolicy,
     PairPolicy,
     PolicyState,
     ResponseObserver,
-    SightedPolicy,
 )
 
 __all__ = [
@@ -43,9 +43,9 @@ __all__ = [
     "FORESIGHT_POLICIES",
     "NO_BOUND",
     "PREFILL_POLICIES",
-    "Alone",
-    "AloneCandidates",
-    "AloneOffer",
+    "AggregatedCandidates",
+    "AggregatedChoice",
+    "AggregatedOffer",
     "CacheAndLoadAware",
     "CacheAware",
     "CapacityLearner",
@@ -59,6 +59,8 @@ __all__ = [
     "LinkModel",
     "LoadAware",
     "NetKV",
+    "NetworkView",
+    "NetworkViewPolicy",
     "Pair",
     "PairPolicy",
     "PairingPolicy",
@@ -67,8 +69,6 @@ __all__ = [
     "PrefillPolicy",
     "ResponseObserver",
     "RoundRobin",
-    "Sight",
-    "SightedPolicy",
     "TierLearned",
     "TopologyConstraint",
     "constrain",

@@ -10,23 +10,23 @@ from typing import Protocol, runtime_checkable
 
 from kvroute.policies.constraint import TopologyConstraint
 from kvroute.policies.decode import DecodePolicy
-from kvroute.policies.foresight.aggregated import Alone, AloneOffer
+from kvroute.policies.foresight.aggregated import AggregatedChoice, AggregatedOffer
 from kvroute.policies.foresight.joint import JointPath, Pair
-from kvroute.policies.foresight.sight import Sight, TierLearned
+from kvroute.policies.foresight.sight import NetworkView, TierLearned
 from kvroute.policies.foresight.spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
 from kvroute.types import CapacityLearned, FloatArray, IntArray, NetworkCosts, Reject, Request, Role
 
 
 @runtime_checkable
-class SightedPolicy(Protocol):
+class NetworkViewPolicy(Protocol):
     """A decode policy that predicts transfers from those in flight. Control maintains the table of transfers."""
 
     @property
     def spec(self) -> ForesightSpec:
         """Parameters of the table."""
 
-    def informed(self, sight: Sight) -> DecodePolicy:
+    def informed(self, network_view: NetworkView) -> DecodePolicy:
         """Return the policy with the state of the network at one decision."""
 
 
@@ -39,11 +39,11 @@ class PairingPolicy(Protocol):
 
 
 class PairPolicy(Protocol):
-    """Chooses prefill and decode instance together, or a decode instance alone."""
+    """Chooses prefill and decode instance together, or one instance (aggregated)."""
 
     @property
-    def serves_alone(self) -> frozenset[Role]:
-        """Roles of the instances that it may choose to serve a request alone."""
+    def serves_aggregated(self) -> frozenset[Role]:
+        """Roles of the instances that it may choose for an aggregated request."""
 
     @property
     def has_targets(self) -> bool:
@@ -55,9 +55,9 @@ class PairPolicy(Protocol):
         prefill: PrefillCandidates,
         path_of: Callable[[int], JointPath | None],
         turn: int,
-        offer: AloneOffer | None = None,
+        offer: AggregatedOffer | None = None,
         session_s: FloatArray | None = None,
-    ) -> Pair | Alone | Reject:
+    ) -> Pair | AggregatedChoice | Reject:
         """Choose among n prefill instances, and the instances of an offer.
 
         Args:
@@ -65,7 +65,7 @@ class PairPolicy(Protocol):
             prefill: the prefill instances.
             path_of: returns the decode candidates of a prefill instance, or None without any.
             turn: number of decisions before.
-            offer: instances that may serve the request alone.
+            offer: instances that may serve the request aggregated.
             session_s: minus the bonus of the prefill instance that served the request's session last, [n].
         """
 

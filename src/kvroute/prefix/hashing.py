@@ -28,10 +28,10 @@ def block_hashes(tokens: Sequence[int] | IntArray, block_tokens: int = 16, seed:
         raise InputError(f"a block of {block_tokens} tokens", where="block_tokens", hint="give 1 or more")
     if not 0 <= seed < _SEED_LIMIT:
         raise InputError(f"{seed} is not an unsigned 64-bit integer", where="seed", hint="give 0 to 2^64-1")
-    octets = memoryview(_token_bytes(tokens))
+    content = memoryview(_token_bytes(tokens))
     step = block_tokens * _TOKEN_BYTES
     digest, parent = xxhash.xxh64_intdigest, seed
-    return tuple([parent := digest(octets[at : at + step], parent) for at in range(0, len(octets) - step + 1, step)])
+    return tuple([parent := digest(content[at : at + step], parent) for at in range(0, len(content) - step + 1, step)])
 
 
 def salt_seed(salt: str) -> int:

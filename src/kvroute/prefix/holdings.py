@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from kvroute.prefix.tree import Blocks, Node, agreement, join_upwards, shorten, split
+from kvroute.prefix.tree import Blocks, PrefixNode, agreement, join_upwards, shorten, split
 
 
 class Evicted(NamedTuple):
@@ -31,7 +31,7 @@ class Holdings:
         self.capacity_blocks = capacity_blocks
         self.used_blocks = 0
         self.pinned_blocks = 0
-        self._ends: dict[int, Node] = {}
+        self._ends: dict[int, PrefixNode] = {}
         """Touch -> lowest node with this last touch."""
         self._heap: list[int] = []
         """Every touch that may have something to evict; it may contain outdated ones."""
@@ -42,10 +42,10 @@ class Holdings:
         """How many of `wanted` blocks fit now."""
         return wanted if self.capacity_blocks is None else min(wanted, max(0, self.capacity_blocks - self.used_blocks))
 
-    def path(self, root: Node, blocks: Blocks, cut: bool) -> list[Node]:
+    def path(self, root: PrefixNode, blocks: Blocks, cut: bool) -> list[PrefixNode]:
         """The nodes held of this chain. A node that matches only in part is split there (`cut`) or left out."""
         instance = self.instance
-        path: list[Node] = []
+        path: list[PrefixNode] = []
         node, pos, length = root, 0, len(blocks)
         while pos < length:
             child = node.children.get(blocks[pos])
@@ -59,7 +59,7 @@ class Holdings:
             node, pos = child, child.end
         return path
 
-    def touch(self, root: Node, blocks: Blocks, touch: int) -> Node:
+    def touch(self, root: PrefixNode, blocks: Blocks, touch: int) -> PrefixNode:
         """Set the last touch of the held part of this chain; return its last node. Call `finish_touch` afterwards."""
         instance, ends = self.instance, self._ends
         node = root
@@ -70,14 +70,14 @@ class Holdings:
             node.held[instance] = touch
         return node
 
-    def extend(self, node: Node, blocks: Blocks, more: int, touch: int) -> Node:
+    def extend(self, node: PrefixNode, blocks: Blocks, more: int, touch: int) -> PrefixNode:
         """Hold `more` blocks of this chain below `node`, the last node held of it; return the new last node."""
         pos, limit = node.end, node.end + more
         self.used_blocks += more
         while pos < limit:
             child = node.children.get(blocks[pos])
             if child is None:
-                child = node.children[blocks[pos]] = Node(blocks[pos:limit], node, limit)
+                child = node.children[blocks[pos]] = PrefixNode(blocks[pos:limit], node, limit)
             else:
                 agreed = min(agreement(child.blocks, blocks, pos), limit - pos)
                 if agreed < len(child.blocks):
@@ -86,13 +86,13 @@ class Holdings:
             node, pos = child, child.end
         return node
 
-    def finish_touch(self, touch: int, end: Node) -> None:
+    def finish_touch(self, touch: int, end: PrefixNode) -> None:
         """End the touch at this node. Before this call nothing of it can be evicted; afterwards it is evicted last."""
         if end.parent is not None:
             self._end(touch, end)
             join_upwards(end)
 
-    def pin(self, path: list[Node]) -> None:
+    def pin(self, path: list[PrefixNode]) -> None:
         """Add one pin to these nodes, a path from the root; the pin ends at the last one."""
         instance = self.instance
         path[-1].marks[instance] = path[-1].marks.get(instance, 0) + 1
@@ -101,7 +101,7 @@ class Holdings:
             node.pins[instance] = before + 1
             self.pinned_blocks += 0 if before else len(node.blocks)
 
-    def unpin(self, path: list[Node]) -> None:
+    def unpin(self, path: list[PrefixNode]) -> None:
         """Remove one pin from these nodes, a path from the root; a pin must end at the last one."""
         instance = self.instance
         _count_down(path[-1].marks, instance)
@@ -129,7 +129,7 @@ class Holdings:
                 excess -= len(chain) - keep
         return evicted
 
-    def _trim(self, node: Node, touch: int, excess: int) -> int:
+    def _trim(self, node: PrefixNode, touch: int, excess: int) -> int:
         """Evict up to `excess` blocks of one touch from its lower end; return the depth at which its chain ends now."""
         instance = self.instance
         while excess > 0 and node.held.get(instance) == touch and instance not in node.pins:
@@ -150,7 +150,7 @@ class Holdings:
                 self._parked.add(touch)
         return node.end
 
-    def drop_below(self, above: Node, top: Node) -> None:
+    def drop_below(self, above: PrefixNode, top: PrefixNode) -> None:
         """Drop `top`, a child of `above`, and everything below it, pinned or not; its pins now end at `above`."""
         instance = self.instance
         pins = top.pins.get(instance, 0)
@@ -175,13 +175,13 @@ class Holdings:
     def drop_all(self) -> None:
         """Drop everything, pinned or not."""
         for touch, end in sorted(self._ends.items()):  # oldest first, which is leaves first
-            node: Node | None = end
+            node: PrefixNode | None = end
             while node is not None and node.held.get(self.instance) == touch:
                 above = node.parent
                 self._drop(node)
                 node = above
 
-    def _drop(self, node: Node) -> None:
+    def _drop(self, node: PrefixNode) -> None:
         """Stop holding this node; no node below it may be held."""
         instance = self.instance
         touch = node.held[instance]
@@ -201,7 +201,7 @@ class Holdings:
             heappop(heap)
         return heap[0] if heap else None
 
-    def _end(self, touch: int, end: Node) -> None:
+    def _end(self, touch: int, end: PrefixNode) -> None:
         self._ends[touch] = end
         self._push(touch)
 

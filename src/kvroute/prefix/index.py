@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvroute.prefix.holdings import Evicted, Holdings
-from kvroute.prefix.tree import Blocks, Node, chained_agreement
+from kvroute.prefix.tree import Blocks, PrefixNode, chained_agreement
 from kvroute.types import InputError, IntArray
 
 
@@ -46,7 +46,7 @@ class PrefixIndex:
                 hint="give one per instance",
             )
         self._instances = [Holdings(i, _limit(limit, "capacity_blocks")) for i, limit in enumerate(capacity_blocks)]
-        self._root = Node((), None, 0)
+        self._root = PrefixNode((), None, 0)
         self._touch = 0
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class PrefixIndex:
         """Depth in blocks to which each instance holds this chain, length n; does not change the order of eviction."""
         depths = np.zeros(len(self._instances), np.int64)
         node, pos, length = self._root, 0, len(blocks)
-        child: Node | None = None
+        child: PrefixNode | None = None
         while pos < length and (child := node.children.get(blocks[pos])) is not None:
             # Holders of a child hold its parent, so an equal count means the same holders, which end deeper.
             if pos and len(child.held) != len(node.held):
@@ -133,7 +133,7 @@ class PrefixIndex:
         and its parent refer to each other, so without this only the cyclic garbage collector would free them.
         """
         self._instances.clear()
-        doomed, self._root = [self._root], Node((), None, 0)
+        doomed, self._root = [self._root], PrefixNode((), None, 0)
         while doomed:
             node = doomed.pop()
             doomed += node.children.values()

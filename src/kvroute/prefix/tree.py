@@ -17,17 +17,17 @@ FLAGS_FROM = 17
 """Number of holders from which a node also stores them as an array of flags; for fewer, a loop is as fast."""
 
 
-class Node:
+class PrefixNode:
     """A run of blocks below `parent`; an instance that holds a node holds all nodes above it."""
 
     __slots__ = ("blocks", "children", "end", "flags", "held", "marks", "parent", "pins")
 
-    def __init__(self, blocks: Blocks, parent: Node | None, end: int) -> None:
+    def __init__(self, blocks: Blocks, parent: PrefixNode | None, end: int) -> None:
         self.blocks = blocks
         self.parent = parent
         self.end = end
         """Number of blocks from the root to the end of this run."""
-        self.children: dict[int, Node] = {}
+        self.children: dict[int, PrefixNode] = {}
         """Child nodes by the first block of their run."""
         self.held: dict[int, int] = {}
         """Instance -> number of its last touch of this run."""
@@ -88,14 +88,14 @@ class Node:
         return tuple(blocks)
 
 
-def split(node: Node, length: int) -> Node:
+def split(node: PrefixNode, length: int) -> PrefixNode:
     """Split a run after its first `length` blocks. `node` becomes the lower part; return the new upper part.
 
     Pins keep their ends, so they end in the lower part and also count for the upper one.
     """
     assert 0 < length < len(node.blocks)
     assert node.parent is not None
-    upper = Node(node.blocks[:length], node.parent, node.end - len(node.blocks) + length)
+    upper = PrefixNode(node.blocks[:length], node.parent, node.end - len(node.blocks) + length)
     upper.held = node.held.copy()
     upper.pins = node.pins.copy()
     upper.flags = None if node.flags is None else node.flags.copy()
@@ -105,7 +105,7 @@ def split(node: Node, length: int) -> Node:
     return upper
 
 
-def shorten(node: Node, by: int) -> None:
+def shorten(node: PrefixNode, by: int) -> None:
     """Remove the last `by` blocks from a leaf's run, for all its holders."""
     assert 0 < by < len(node.blocks)
     assert not node.children
@@ -113,7 +113,7 @@ def shorten(node: Node, by: int) -> None:
     node.end -= by
 
 
-def join_upwards(node: Node) -> None:
+def join_upwards(node: PrefixNode) -> None:
     """Undo splits that no longer separate anything, from `node` to the root; `node` absorbs the runs above it.
 
     Only if there are few holders: comparing many would cost more than a longer path.

@@ -91,8 +91,8 @@ def verdict(runs: Sequence[Summary], metric: Metric = mean_ttft_s) -> Verdict:
     winner = min(means, key=lambda policy: (means[policy], policy))
     others = sorted((policy for policy in means if policy != winner), key=lambda policy: (means[policy], policy))
     leads = tuple(lead for other in others if (lead := difference(runs, winner, other, metric)) is not None)
-    alone = len({run.policy for run in runs}) == 1
-    sentence = _sentence(winner, means[winner], leads, alone)
+    single_policy = len({run.policy for run in runs}) == 1
+    sentence = _sentence(winner, means[winner], leads, single_policy)
     return Verdict(winner=winner, leads=leads, sentence=sentence, remarks=_remarks(runs))
 
 
@@ -120,9 +120,9 @@ def _remarks(runs: Sequence[Summary]) -> tuple[str, ...]:
     return tuple(remarks)
 
 
-def _sentence(winner: str, mean_s: float, leads: tuple[Difference, ...], alone: bool) -> str:
+def _sentence(winner: str, mean_s: float, leads: tuple[Difference, ...], single_policy: bool) -> str:
     start = f"{winner} has the lowest mean TTFT, {mean_s * 1e3:,.0f} ms"
-    if alone:
+    if single_policy:
         return f"{winner} has a mean TTFT of {mean_s * 1e3:,.0f} ms; no other policy was run."
     if not leads:
         return f"{start}; no other policy produced a first token with the same seeds."

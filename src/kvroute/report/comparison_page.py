@@ -14,7 +14,7 @@ from kvroute.planner.comparison.requests import Workload
 from kvroute.planner.comparison.served import service_of, settings_of
 from kvroute.report.compare import Difference, Metric, difference, verdict
 from kvroute.report.figures import link_utilisation, threshold_over_time, tier_split, ttft_breakdown
-from kvroute.report.grid import Entry, Grid, Heading
+from kvroute.report.grid import Grid, GridEntry, Heading
 from kvroute.report.page import parameters, picture, write_page
 from kvroute.report.series import policies_of, relative_half_width, summaries
 from kvroute.report.tables import comparison_grid
@@ -127,7 +127,7 @@ def differences_grid(runs: Sequence[Summary]) -> Grid:
     rows = []
     for lead in found.leads:
         cells = [_gap(difference(runs, lead.first, lead.second, metric)) for _, metric in _MEASURES]
-        rows.append((Entry(f"{lead.first} - {lead.second}"), *cells, Entry(in_words(lead))))
+        rows.append((GridEntry(f"{lead.first} - {lead.second}"), *cells, GridEntry(in_words(lead))))
     headings = (
         Heading("difference"),
         *(Heading(f"{name} ms") for name, _ in _MEASURES),
@@ -136,12 +136,12 @@ def differences_grid(runs: Sequence[Summary]) -> Grid:
     return Grid("", headings, tuple(rows), "Paired over seeds; ± half of the 95 % interval (Student's t).")
 
 
-def _gap(found: Difference | None) -> Entry:
+def _gap(found: Difference | None) -> GridEntry:
     if found is None:
-        return Entry("-")
+        return GridEntry("-")
     half_width, relative = found.half_width, relative_half_width(found)
     text = f"{found.mean * 1e3:+,.1f}" + ("" if half_width is None else f" ±{half_width * 1e3:,.1f}")
-    return Entry(text, f"{found.relative:+.1%}" + ("" if relative is None else f" ±{relative:.1%}"))
+    return GridEntry(text, f"{found.relative:+.1%}" + ("" if relative is None else f" ±{relative:.1%}"))
 
 
 def in_words(found: Difference) -> str:

@@ -163,10 +163,10 @@ def policy_legend(figure: Figure, policies: Sequence[str], *, plain_lines: bool 
     """Add one legend above all panels; with `plain_lines` it has neither markers nor dashes."""
     styles = [line_style(policy) for policy in policies]
     handles = [
-        Line2D([], [], color=each.colour, linewidth=2.5)
+        Line2D([], [], color=style.colour, linewidth=2.5)
         if plain_lines
-        else Line2D([], [], color=each.colour, marker=each.marker, linestyle=each.dashes)
-        for each in styles
+        else Line2D([], [], color=style.colour, marker=style.marker, linestyle=style.dashes)
+        for style in styles
     ]
     labels = [plain(name) for name in policies]
     figure.legend(handles, labels, loc="outside upper center", ncols=_per_row(labels, figure.get_size_inches()[0]))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvroute.report.grid import UNKNOWN, Entry
+from kvroute.report.grid import UNKNOWN, GridEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ def estimate(values: Iterable[float | None]) -> Estimate | None:
     return Estimate(mean, std, float(stdtrit(count - 1, 0.975)) * std / float(np.sqrt(count)), count)
 
 
-def estimate_entry(value: Estimate | None, digits: int, *, signed: bool = False) -> Entry:
+def estimate_entry(value: Estimate | None, digits: int, *, signed: bool = False) -> GridEntry:
     """Return a mean with its interval as the entry of a grid."""
     if value is None:
-        return Entry(UNKNOWN)
+        return GridEntry(UNKNOWN)
     width = "" if value.half_width is None else f"±{value.half_width:.{digits}f}"
-    return Entry(f"{value.mean:{'+' if signed else ''}.{digits}f}", width)
+    return GridEntry(f"{value.mean:{'+' if signed else ''}.{digits}f}", width)

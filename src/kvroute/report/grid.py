@@ -16,7 +16,7 @@ _PROSE_WIDTH = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class GridEntry:
     """One cell of a grid: its text, a smaller second line, and a mark for the best of its column."""
 
     text: str
@@ -42,14 +42,14 @@ class Grid:
 
     title: str
     headings: tuple[Heading, ...]
-    rows: tuple[tuple[Entry, ...], ...]
+    rows: tuple[tuple[GridEntry, ...], ...]
     caption: str = ""
     labels: int = 1
     bold: str = ""
     """Meaning of bold type; printed only if the table has some."""
 
 
-def with_ties(entries: Sequence[Entry]) -> list[Entry]:
+def with_ties(entries: Sequence[GridEntry]) -> list[GridEntry]:
     """Mark every entry whose number is printed like that of the best one; none if all numbers are printed alike."""
     numbers = [entry.text.partition(" ")[0] for entry in entries]
     best = {number for number, entry in zip(numbers, entries, strict=True) if entry.best}
@@ -108,7 +108,7 @@ def _draw(grid: Grid, kept: Sequence[int], *, narrow: bool) -> Table:
     return table
 
 
-def _stacked(title: str, cells: Sequence[Entry]) -> str:
+def _stacked(title: str, cells: Sequence[GridEntry]) -> str:
     """Break a heading into as many lines as needed to be no wider than its column, or its longest word."""
     words = title.split(" ")
     texts = [part for cell in cells for part in (cell.text, cell.detail)]
@@ -122,6 +122,6 @@ def _stacked(title: str, cells: Sequence[Entry]) -> str:
     return "\n".join(lines)
 
 
-def _text(entry: Entry) -> Text:
+def _text(entry: GridEntry) -> Text:
     text = Text(entry.text, style="bold" if entry.best else "")
     return text.append(f"\n{entry.detail}", style="not bold dim") if entry.detail else text

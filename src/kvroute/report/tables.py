@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kvroute.report.compare import Metric, mean_ttft_s
 from kvroute.report.estimate import Estimate, estimate
-from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, rich_table, with_ties
+from kvroute.report.grid import UNKNOWN, Grid, GridEntry, Heading, rich_table, with_ties
 from kvroute.report.series import (
     of_policy,
     policies_of,
@@ -71,10 +71,10 @@ _BETWEEN_SITES = (
     ),
 )
 """Columns shown if KV cache is sent between datacenters."""
-_ALONE = (
+_AGGREGATED = (
     _Column(
-        Heading("alone %", "Requests that one instance served, without a KV transfer", 10),
-        lambda run: run.alone_share,
+        Heading("aggr. %", "Requests that one instance served, without a KV transfer", 10),
+        lambda run: run.aggregated_share,
         scale=100,
         digits=0,
     ),
@@ -126,12 +126,12 @@ def comparison_table(runs: Sequence[Summary], *, width: int | None = None, slo_t
 def comparison_grid(runs: Sequence[Summary], slo_ttft_s: float | None = None) -> Grid:
     """Return the comparison as texts; "-" marks unmeasured values."""
     policies = policies_of(runs)
-    columns = [[Entry(policy) for policy in policies]]
+    columns = [[GridEntry(policy) for policy in policies]]
     headings = [Heading("policy")]
     reads = any(run.store is not None and run.store.reads for run in runs)
     shown = [
         *_COLUMNS,
-        *(_ALONE if any(run.alone_share for run in runs) else ()),
+        *(_AGGREGATED if any(run.aggregated_share for run in runs) else ()),
         *(_BETWEEN_SITES if _between_sites(runs) else ()),
         *(_FROM_STORE if reads else ()),
     ]
@@ -142,7 +142,7 @@ def comparison_grid(runs: Sequence[Summary], slo_ttft_s: float | None = None) ->
         )
         if column.heading.title == _TIERS_AFTER:
             headings.append(_tier_heading(runs))
-            columns.append([Entry(_tiers(of_policy(runs, name))) for name in policies])
+            columns.append([GridEntry(_tiers(of_policy(runs, name))) for name in policies])
     seeds = len({run.seed for run in runs})
     caption = f"Mean of {seeds} seeds, ± 95 % interval of the mean." if seeds > 1 else "One seed."
     bold = "Bold: best mean of the column, even if it is noise." if len(policies) > 1 else ""
@@ -166,10 +166,10 @@ def _between_sites(runs: Sequence[Summary]) -> bool:
     )
 
 
-def _entries(column: _Column, estimates: list[Estimate | None]) -> list[Entry]:
+def _entries(column: _Column, estimates: list[Estimate | None]) -> list[GridEntry]:
     means = [known.mean * column.scale for known in estimates if known is not None]
     if not means:
-        return [Entry(UNKNOWN) for _ in estimates]
+        return [GridEntry(UNKNOWN) for _ in estimates]
     digits = column.digits if column.digits is not None else digits_for(max(map(abs, means)))
     best = None
     if column.least_wins is not None and max(means) > min(means):
@@ -177,13 +177,13 @@ def _entries(column: _Column, estimates: list[Estimate | None]) -> list[Entry]:
     return with_ties([_entry(known, column.scale, digits, best) for known in estimates])
 
 
-def _entry(known: Estimate | None, scale: float, digits: int, best: float | None) -> Entry:
+def _entry(known: Estimate | None, scale: float, digits: int, best: float | None) -> GridEntry:
     if known is None:
-        return Entry(UNKNOWN)
+        return GridEntry(UNKNOWN)
     mean = known.mean * scale
     fraction = 1 if digits == 0 and known.half_width is not None and mean != round(mean) and abs(mean) < 10 else digits
     detail = "" if known.half_width is None else f"±{known.half_width * scale:,.{fraction}f}"
-    return Entry(f"{mean:,.{fraction}f}", detail, mean == best)
+    return GridEntry(f"{mean:,.{fraction}f}", detail, mean == best)
 
 
 def digits_for(largest: float) -> int:

@@ -38,7 +38,7 @@ from kvroute.serve.proxy.admission.admission import AdmissionController
 from kvroute.serve.proxy.admission.queue import AdmissionQueue
 from kvroute.serve.proxy.admission.tenancy import Tenancy
 from kvroute.serve.proxy.endpoints import Endpoints
-from kvroute.serve.proxy.frontend import Frontend, HttpFrontend, Server, ServerParts
+from kvroute.serve.proxy.frontend import Frontend, FrontendServer, HttpFrontend, ServerParts
 from kvroute.serve.proxy.own_pages import OwnPages
 from kvroute.serve.proxy.request_ids import RequestIds
 from kvroute.serve.proxy.runtime import ClusterRuntime, SharedServices
@@ -95,7 +95,7 @@ class Gateway:
         self.peers = Peers(settings.replication, deployment.cluster.name, shared, self.metrics, self.now)
         self.replication = self.peers.replication
         """The connection to other gateways of the cluster; None: there are none."""
-        self._admission = AdmissionController(deployment.admission_limits, elsewhere=self.peers.counts)
+        self._admission = AdmissionController(deployment.admission_limits, peers=self.peers.counts)
         self._admission_queue = AdmissionQueue(self._admission, self.metrics, self.state, self.now)
         self._tenancy = Tenancy(settings, self.peers.usage)
         rooms = random.Random(seed)
@@ -127,7 +127,7 @@ class Gateway:
         self._membership: Membership | None = None
         self._admin: Admin | None = None
         self._periodic: list[asyncio.Task[None]] = []
-        self._server: Server | None = None
+        self._server: FrontendServer | None = None
         self._endpoints: Endpoints | None = None
         self.port = self.admin_port = 0
 

@@ -10,7 +10,7 @@ from kvroute.timing import PrefillTime
 
 
 class WaitingPrompt(NamedTuple):
-    """A request that a decode instance serves alone, before its prompt begins."""
+    """An aggregated request on a decode instance, before its prompt begins."""
 
     request: int
     input_tokens: int

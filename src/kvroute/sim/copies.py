@@ -22,7 +22,7 @@ _AHEAD = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldCopy:
     """A copy in progress: the prefix is pinned at its source and has reserved memory at its target."""
 
     copy_id: int
@@ -35,13 +35,13 @@ class Held:
     """Other requests that wait for the same prefix at the same target: (request number, copy id)."""
 
 
-class Copies:
+class SimulatedCopies:
     """Copies for requests, keyed by the request's number, and copies ahead of demand, keyed by their own number."""
 
     def __init__(self, cluster: Cluster, fleet: Fleet, delivery: Delivery, router: Router, agenda: Agenda) -> None:
         self._cluster, self._fleet, self._delivery = cluster, fleet, delivery
         self._router, self._agenda = router, agenda
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, HeldCopy] = {}
 
     def landed_ahead(self, number: int, _: int) -> None:
         """Complete a copy that no request waited for."""
@@ -72,7 +72,7 @@ class Copies:
             memory.index.unpin(source, blocks, pinned)
             self._router.handle(CopyFinished(self._agenda.now, copy_id, landed=False))
             return "refused"
-        self._held[number] = Held(copy_id, source, target, blocks, hit)
+        self._held[number] = HeldCopy(copy_id, source, target, blocks, hit)
         self._fleet.take(source)
         self._fleet.take(target)
         self._router.evicted(memory.reserve(target, blocks, hit, len(blocks)))
@@ -102,9 +102,9 @@ class Copies:
         for number in self._held:
             self._delivery.stop(number)
 
-    def _end(self, number: int, held: Held, *, landed: bool) -> list[int]:
+    def _end(self, number: int, held: HeldCopy, *, landed: bool) -> list[int]:
         for _, copy_id in ((number, held.copy_id), *held.joined):
             self._router.handle(CopyFinished(self._agenda.now, copy_id, landed))
-        self._router.give_back(held.source)
-        self._router.give_back(held.target)
+        self._router.release(held.source)
+        self._router.release(held.target)
         return [number, *(each for each, _ in held.joined)]

@@ -9,7 +9,7 @@ from functools import partial
 from kvroute.sim.chunked_prompts import WaitingPrompt
 from kvroute.sim.groups.iterations import Iterations
 from kvroute.sim.groups.lock_step import DecodeRanks
-from kvroute.sim.instances import Step
+from kvroute.sim.instances import DecodeStep
 from kvroute.sim.run_parts import RunParts
 from kvroute.types import Admitted
 
@@ -106,7 +106,7 @@ class DecodeSteps:
         self._record_first_tokens(step.admitted, step.first_token_s, step.iteration_s)
         self._agenda.at(wake_s, self._step, target, decode.version)
 
-    def _boundary(self, target: int) -> tuple[Step, float | None]:
+    def _boundary(self, target: int) -> tuple[DecodeStep, float | None]:
         """Process an iteration boundary of an instance now: requests leave and join. Return the changes and the time
         of its next boundary with a change, if it iterates on its own; None: it is idle."""
         now, outcomes = self._agenda.now, self._outcomes
@@ -123,7 +123,7 @@ class DecodeSteps:
             self._pulled(request)
         return step, wake_s
 
-    def _prompts_stepped(self, target: int, step: Step) -> None:
+    def _prompts_stepped(self, target: int, step: DecodeStep) -> None:
         """Record the prompts that an instance begins and completes; their first token is there at once."""
         now, outcomes = self._agenda.now, self._outcomes
         for request in step.computed:

@@ -17,7 +17,7 @@ from kvroute.types import InputError, Role
 
 
 class Fleet:
-    """Instances by index in the cluster. `take` and `give_back` count the requests that occupy an instance: requests in
+    """Instances by index in the cluster. `take` and `release` count the requests that occupy an instance: requests in
     prefill or decode there, and requests with a KV transfer from or to it that has not finished."""
 
     def __init__(self, cluster: Cluster, *, block_tokens: int, prefill_queueing: bool) -> None:
@@ -79,7 +79,7 @@ class Fleet:
         """Add one request to an instance."""
         self._busy[index] += 1
 
-    def give_back(self, index: int) -> bool:
+    def release(self, index: int) -> bool:
         """Remove one request; return True if this ends the draining of an instance that switches its role."""
         self._busy[index] -= 1
         if index in self._stopping and not self._busy[index] and self.on_stopped is not None:

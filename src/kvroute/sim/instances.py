@@ -47,7 +47,7 @@ class PrefillInstance:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DecodeStep:
     """Changes at one iteration boundary of a decode instance."""
 
     finished: tuple[int, ...]
@@ -59,9 +59,9 @@ class Step:
     pulls: tuple[int, ...] = ()
     """Requests whose transfers start now."""
     began: tuple[int, ...] = ()
-    """Requests served alone whose prompt begins now."""
+    """Aggregated requests whose prompt begins now."""
     computed: tuple[int, ...] = ()
-    """Requests served alone whose prompt is complete; they have their first token now."""
+    """Aggregated requests whose prompt is complete; they have their first token now."""
     tokens: int = 0
     """Tokens that the iteration which starts now computes."""
 
@@ -99,7 +99,7 @@ class DecodeInstance:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that have no slot yet; the KV of the others has arrived, or they are served alone."""
+        """Number of requests that have no slot yet; the KV of the others has arrived, or they are aggregated."""
         return len(self._waiting)
 
     @property
@@ -108,7 +108,7 @@ class DecodeInstance:
         return self.batch + (len(self.prompts) if self.prompts is not None else 0)
 
     def prompt_arrived(self, at: float, prompt: WaitingPrompt) -> float | None:
-        """Add a request that this instance serves alone. Return the time of the next `step` if it has changed."""
+        """Add an aggregated request. Return the time of the next `step` if it has changed."""
         assert self.prompts is not None, "this instance computes no prompts"
         return self._add(at, prompt)
 
@@ -193,7 +193,7 @@ class DecodeInstance:
         self.version += 1
         return max(at, wake_s + seconds)
 
-    def step(self, at: float) -> tuple[Step, float | None]:
+    def step(self, at: float) -> tuple[DecodeStep, float | None]:
         """Process the planned boundary at `at`: requests leave and join. Return the changes and the time of the next
         step (None if idle)."""
         self.iteration += self.planned_steps
@@ -223,7 +223,7 @@ class DecodeInstance:
         iteration_s, wake_s = self._plan(at)
         tokens = self.batch + (self.prompts.planned_tokens if self.prompts is not None else 0)
         first_s = at + iteration_s
-        changes = Step(
+        changes = DecodeStep(
             finished=tuple(finished),
             admitted=tuple(admitted),
             first_token_s=first_s,

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvroute.sim.network.link_load import LinkLoad, LinkShare
-from kvroute.sim.network.transfers import Moved
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.network.transfers import MovedBytes
+from kvroute.sim.settings import SimSpec
 from kvroute.types import TIER_COUNT, FloatArray, IntArray
 
 IN_FLIGHT, FINISHED, REJECTED, NOT_ARRIVED = 0, 1, 2, 3
-NOTHING = Moved()
+NOTHING = MovedBytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
         return cls(mean=float(values.mean()), p50=p50, p95=p95, p99=p99)
 
 
-class Counts(msgspec.Struct, frozen=True, kw_only=True):
+class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Number of requests of the whole run, each counted once: arrived = finished + rejected + in_flight."""
 
     arrived: int
@@ -142,7 +142,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: str
     seed: int
-    requests: Counts
+    requests: RequestCounts
     measured: int
     ttft_s: Spread
     ttft_parts_s: TtftParts
@@ -157,7 +157,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Reason for the first rejection of the run."""
     tier_share: dict[str, float]
     """Share of the KV transfers by tier."""
-    alone_share: float = 0.0
+    aggregated_share: float = 0.0
     """Share of the requests that one instance served, without a transfer."""
     cache_hit: float | None
     """Share of prompt tokens found on the chosen decode instance."""
@@ -166,11 +166,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     link_load: dict[str, LinkLoad]
     busiest_links: tuple[LinkShare, ...] = ()
     """The ten links with the highest share of capacity used."""
-    failed_transfers: Moved = NOTHING
+    failed_transfers: MovedBytes = NOTHING
     """Bytes sent by failed transfers in the whole run; their requests started again."""
-    copied_prefixes: Moved = NOTHING
+    copied_prefixes: MovedBytes = NOTHING
     """Cached prefixes copied between instances for a prefill in the whole run."""
-    copied_ahead: Moved = NOTHING
+    copied_ahead: MovedBytes = NOTHING
     """Cached prefixes copied in the whole run before a request needed them at the target."""
     store: StoreTotals | None = None
     """Reads and writes of the store; None without one."""
@@ -186,7 +186,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float
 
 
-def window(outcomes: Outcomes, settings: SimSettings) -> npt.NDArray[np.bool_]:
+def window(outcomes: Outcomes, settings: SimSpec) -> npt.NDArray[np.bool_]:
     """Return the mask of the requests that count: those that arrived inside the measurement window."""
     inside = outcomes.arrived_s >= settings.warmup_s
     if settings.measure_s is not None:
@@ -197,16 +197,16 @@ def window(outcomes: Outcomes, settings: SimSettings) -> npt.NDArray[np.bool_]:
 
 def summarise(
     outcomes: Outcomes,
-    settings: SimSettings,
+    settings: SimSpec,
     *,
     policy: str,
     seed: int,
     link_load: dict[str, LinkLoad],
     busiest_links: tuple[LinkShare, ...],
     reject_reason: str | None = None,
-    failed: Moved = NOTHING,
-    copied: Moved = NOTHING,
-    copied_ahead: Moved = NOTHING,
+    failed: MovedBytes = NOTHING,
+    copied: MovedBytes = NOTHING,
+    copied_ahead: MovedBytes = NOTHING,
     store: StoreTotals | None = None,
     all_reduces: dict[str, AllReduceCost] | None = None,
     role_switches: int = 0,
@@ -221,8 +221,8 @@ def summarise(
     seconds = _window_s(outcomes, settings, inside)
     good = _good(outcomes, settings)[inside & (outcomes.output_tokens > 0)]
     sent = inside & np.isfinite(outcomes.landed_s)
-    alone = sent & (outcomes.source == outcomes.target) & (outcomes.source >= 0)
-    moved = sent & ~alone
+    aggregated = sent & (outcomes.source == outcomes.target) & (outcomes.source >= 0)
+    moved = sent & ~aggregated
     tiers = np.bincount(outcomes.tier[moved], minlength=TIER_COUNT) / max(int(moved.sum()), 1)
     shown = TIER_COUNT if tiers[-1] else TIER_COUNT - 1
     first = inside & np.isfinite(outcomes.first_token_s)
@@ -242,7 +242,7 @@ def summarise(
         goodput_per_s=float(good.sum() / seconds) if seconds else None,
         throughput_per_s=finished / seconds if seconds else None,
         tier_share={str(tier): float(tiers[tier]) for tier in range(shown)},
-        alone_share=float(alone.sum()) / max(int(sent.sum()), 1),
+        aggregated_share=float(aggregated.sum()) / max(int(sent.sum()), 1),
         cache_hit=_share(outcomes.hit_tokens[sent], outcomes.input_tokens[sent]),
         prefill_cache_hit=_share(outcomes.cached_tokens[inside], outcomes.input_tokens[inside]),
         kv_bytes=float(np.nansum(outcomes.kv_bytes[inside])),
@@ -262,9 +262,9 @@ def summarise(
     )
 
 
-def _counts(outcomes: Outcomes) -> Counts:
+def _counts(outcomes: Outcomes) -> RequestCounts:
     by_state = np.bincount(outcomes.state, minlength=4)
-    return Counts(
+    return RequestCounts(
         arrived=int(by_state[:NOT_ARRIVED].sum()),
         finished=int(by_state[FINISHED]),
         rejected=int(by_state[REJECTED]),
@@ -272,7 +272,7 @@ def _counts(outcomes: Outcomes) -> Counts:
     )
 
 
-def _window_s(outcomes: Outcomes, settings: SimSettings, inside: npt.NDArray[np.bool_]) -> float:
+def _window_s(outcomes: Outcomes, settings: SimSpec, inside: npt.NDArray[np.bool_]) -> float:
     """Length of the measurement window in seconds; without one, the time from first arrival to last finish."""
     if settings.measure_s is not None:
         return settings.measure_s
@@ -280,7 +280,7 @@ def _window_s(outcomes: Outcomes, settings: SimSettings, inside: npt.NDArray[np.
     return float(finished.max() - outcomes.arrived_s[inside].min()) if finished.size else 0.0
 
 
-def _good(outcomes: Outcomes, settings: SimSettings) -> npt.NDArray[np.bool_]:
+def _good(outcomes: Outcomes, settings: SimSpec) -> npt.NDArray[np.bool_]:
     good: npt.NDArray[np.bool_] = outcomes.ttft_s <= settings.slo.ttft_s  # NaN (no first token) counts as not good
     if settings.slo.tpot_s is not None:
         steps = np.maximum(outcomes.output_tokens - 1, 1)

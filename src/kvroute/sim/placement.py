@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvroute.control import Backlog, QueuedRequest, RequestQueue, Waiting
+from kvroute.control import Backlog, QueuedRequest, RequestQueue, WaitingRequest
 from kvroute.sim.agenda import Agenda
 from kvroute.types import Request
 
@@ -47,7 +47,7 @@ class Admission(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Tenancy:
+class SimulatedTenancy:
     """The tenants of a run."""
 
     tenants: tuple[Tenant, ...]
@@ -75,12 +75,12 @@ class BacklogView(Protocol):
         ...
 
 
-class Placement:
+class PlacementTurns:
     """Requests that have arrived and wait for their turn."""
 
     def __init__(
         self,
-        tenancy: Tenancy,
+        tenancy: SimulatedTenancy,
         core: BacklogView,
         agenda: Agenda,
         place: Callable[[Request, float | None], None],
@@ -130,10 +130,10 @@ class Placement:
             return
         tenant = tenancy.tenants[tenancy.of_request[request.id]]
         work_s = self._core.work_s(request, now, self._output_tokens)
-        waiting = Waiting(request.id, tenant.name, tenant.priority, tenant.weight, work_s)
+        waiting = WaitingRequest(request.id, tenant.name, tenant.priority, tenant.weight, work_s)
         self._requests[request.id] = request
         self._queue.push(QueuedRequest(waiting, now + tenancy.wait_max_s, deadline))
-        self.pump()
+        self.place_ready()
 
     def _admission_expires(self, _: int, __: int) -> None:
         assert self._tenancy.admission is not None
@@ -149,7 +149,7 @@ class Placement:
         if self._tenancy.admission is not None:
             self._entering.extend(self._tenancy.admission.leave(request, self._agenda.now))
             self._enter()
-        self.pump()
+        self.place_ready()
 
     def _enter(self) -> None:
         """Place the requests that are admitted; one that is refused makes room for more."""
@@ -160,7 +160,7 @@ class Placement:
             self._admitted(self._unadmitted.pop(self._entering.popleft()))
         self._is_entering = False
 
-    def pump(self) -> None:
+    def place_ready(self) -> None:
         """Place waiting requests as far as there is room."""
         if self._pumping or not len(self._queue):
             return
@@ -199,4 +199,4 @@ class Placement:
 
     def _check(self, _: int, __: int) -> None:
         self._check_planned = False
-        self.pump()
+        self.place_ready()

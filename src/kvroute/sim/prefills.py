@@ -8,7 +8,7 @@ from kvroute.sim.decode_steps import DecodeSteps
 from kvroute.sim.groups.chunked_prefill import chunked_prefills
 from kvroute.sim.groups.iterations import Iterations
 from kvroute.sim.groups.lock_step import PrefillRanks, RankQueue
-from kvroute.sim.groups.pipelines import PrefillPipeline, Prompt, PromptQueue
+from kvroute.sim.groups.pipelines import PipelinePrompt, PrefillPipeline, PrefillQueue
 from kvroute.sim.groups.streams import Streams
 from kvroute.sim.run_parts import RunParts
 
@@ -43,7 +43,7 @@ class Prefills:
         self._produced_bytes_per_s: dict[int, float] = {}
         """Production rate of requests whose KV will be sent while it is computed, until their first layer is
         computed."""
-        self._queues: dict[int, PromptQueue] = {}
+        self._queues: dict[int, PrefillQueue] = {}
         """By instance, for those whose prompts have no known end when they are submitted."""
         if settings.prefill_queueing:
             self._queues.update(chunked_prefills(parts.cluster, agenda, groups.traffic))
@@ -63,7 +63,7 @@ class Prefills:
         prefill = self._fleet.prefill[holder]
         if holder in self._queues:
             seconds = prefill.time.seconds(tokens, tokens)
-            prompt = Prompt(request, 0, seconds, lambda _, __: None, lambda number: held(number, 0))
+            prompt = PipelinePrompt(request, 0, seconds, lambda _, __: None, lambda number: held(number, 0))
             self._queues[holder].submit(prompt)
             return
         _, held_s = prefill.submit(self._agenda.now, tokens, tokens)
@@ -103,7 +103,9 @@ class Prefills:
             self._ended(number, 0)
 
         progressed = self._streams.progressed if streams else None
-        queue.submit(Prompt(request, tokens, seconds, begun, ended, progressed, min(cached_tokens, input_tokens)))
+        queue.submit(
+            PipelinePrompt(request, tokens, seconds, begun, ended, progressed, min(cached_tokens, input_tokens))
+        )
 
     def _computing(self, request: int, _: int) -> None:
         """Begin a prompt on an instance that also decodes: its batch waits until the prompt is complete."""

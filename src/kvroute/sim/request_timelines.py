@@ -13,7 +13,7 @@ from kvroute.sim.groups.iterations import Iterations
 from kvroute.sim.groups.lock_step import lock_step_groups
 from kvroute.sim.metrics import FINISHED, IN_FLIGHT, REJECTED
 from kvroute.sim.network.transfers import Kind
-from kvroute.sim.placement import Placement
+from kvroute.sim.placement import PlacementTurns
 from kvroute.sim.prefills import Prefills
 from kvroute.sim.run_parts import RunParts
 from kvroute.sim.store import continued_blocks
@@ -64,7 +64,7 @@ class RequestTimelines:
         self._telemetry, self._arrivals, self._prefill_cache = telemetry, arrivals, prefill_cache
         self._booked: set[int] = set()
         """Requests whose target is already known while they are in prefill."""
-        self._staying: set[int] = set()
+        self._kept: set[int] = set()
         """Requests in prefill whose prefill instance will go on to decode them."""
         self._store = parts.store
         self._continued = continued_blocks(parts.trace) if parts.store is not None else ()
@@ -102,7 +102,7 @@ class RequestTimelines:
             for members in lock_step_groups(cluster, all_reducing=parts.groups.traffic, layerwise=layerwise):
                 self._decodes.lock_step(members)
                 self._prefills.lock_step(members)
-        self.placement: Placement | None = None
+        self.placement: PlacementTurns | None = None
         """When requests are placed; None: as they arrive."""
         self.reject_reason: str | None = None
         """Reason for the first rejection of the run."""
@@ -150,7 +150,7 @@ class RequestTimelines:
         """Apply the decisions for a new or restarted request: its prefill and, in some cases, its target."""
         prefill, *others = decisions
         if isinstance(prefill, Decode):
-            self._serve_alone(request, prefill)
+            self._serve_aggregated(request, prefill)
             return
         if not isinstance(prefill, Prefill):
             self._reject(request, prefill)
@@ -166,14 +166,14 @@ class RequestTimelines:
             self._router.evicted(self._delivery.book(request, decision))
             self._booked.add(request)
             if decision.source == decision.target:
-                self._staying.add(request)
+                self._kept.add(request)
                 self._fleet.decoding(source)
         if prefill.copy_from:
             self._prefixes.copy(request, prefill)
         else:
             self._submit(request)
 
-    def _serve_alone(self, request: int, decision: Decode) -> None:
+    def _serve_aggregated(self, request: int, decision: Decode) -> None:
         """Let a decode instance compute the prompt itself."""
         outcomes = self._outcomes
         self._router.evicted(self._delivery.book(request, decision))
@@ -187,7 +187,7 @@ class RequestTimelines:
 
     def _streams_kv(self, request: int) -> bool:
         """Return True if the request's KV cache is sent while it is computed."""
-        layerwise = self._settings.transfer == "layerwise" and request not in self._staying
+        layerwise = self._settings.transfer == "layerwise" and request not in self._kept
         return layerwise and request in self._booked and self._trace[request].output_tokens > 0
 
     def _prefilled(self, request: int, _: int) -> None:
@@ -197,7 +197,7 @@ class RequestTimelines:
         traced, outcomes, now = self._trace[request], self._outcomes, self._agenda.now
         outcomes.prefill_finished_s[request] = now
         source = int(outcomes.source[request])
-        if self._prefill_cache and traced.blocks and request not in self._staying:
+        if self._prefill_cache and traced.blocks and request not in self._kept:
             self._cache_prompt(source, traced)
             if self._store is not None:
                 full = traced.input_tokens // traced.block_tokens
@@ -208,9 +208,9 @@ class RequestTimelines:
         started_s = time.perf_counter()
         decisions = self._router.handle(PrefillFinished(now, request, kept_tokens))
         if self.placement is not None:
-            self.placement.pump()
-        if request in self._staying:
-            self._stay(request, source)
+            self.placement.place_ready()
+        if request in self._kept:
+            self._decode_locally(request, source)
             return
         if request in self._booked:
             self._booked.remove(request)
@@ -220,22 +220,22 @@ class RequestTimelines:
         (decision,) = decisions
         if isinstance(decision, Reject):
             self._reject(request, decision)
-            self._router.give_back(source)
+            self._router.release(source)
             return
         assert isinstance(decision, Decode)
         self._router.evicted(self._delivery.book(request, decision))
         self._hand_over(request)
 
-    def _stay(self, request: int, source: int) -> None:
+    def _decode_locally(self, request: int, source: int) -> None:
         """Go on to decode on the prefill instance. The end of the prompt has given the first token."""
         self._booked.remove(request)
-        self._staying.remove(request)
+        self._kept.remove(request)
         traced, now = self._trace[request], self._agenda.now
         self._outcomes.landed_s[request] = now
         evicted = self._delivery.transfer_done(request)
         if self._delivery.cached(request):
             self._router.stored(source, self._delivery.cached(request), evicted)
-        self._router.give_back(source)
+        self._router.release(source)
         self._outcomes.first_token_s[request] = now
         if traced.output_tokens == 1:
             self._outcomes.admitted_s[request] = now
@@ -266,12 +266,12 @@ class RequestTimelines:
         self._delivery.end_plan(request)
         if request in self._booked:
             self._booked.remove(request)
-            self._staying.discard(request)
+            self._kept.discard(request)
             target = int(self._outcomes.target[request])
             self._router.evicted(self._delivery.give_up(request))
-            self._router.give_back(target)
+            self._router.release(target)
         self._finish(request, None)
-        self._router.give_back(source)
+        self._router.release(source)
 
     def _end_answered(self, request: int, target: int) -> None:
         """End a request that has its last token."""
@@ -280,7 +280,7 @@ class RequestTimelines:
             self._store.write_back(target, self._continued[request])
         self._router.evicted(self._delivery.release(request))
         self._finish(request, self._fleet.free_bytes(target))
-        self._router.give_back(target)
+        self._router.release(target)
 
     def _hand_over(self, request: int) -> None:
         """Request the complete KV cache now, or remove the rate limit of a transfer that already streams."""
@@ -319,7 +319,7 @@ class RequestTimelines:
         blocks = self._delivery.cached(request)
         if blocks:
             self._router.stored(target, blocks, evicted)
-        self._router.give_back(int(outcomes.source[request]))
+        self._router.release(int(outcomes.source[request]))
         self._decodes.add_landed(target, request)
 
     def _stalled(self, request: int, _: int) -> None:
@@ -343,8 +343,8 @@ class RequestTimelines:
         self._router.evicted(self._delivery.give_up(request))
         self._release_read(request)
         decisions = self._router.handle(DecodeFailed(self._agenda.now, request, kv_lost=True))
-        self._router.give_back(source)
-        self._router.give_back(target)
+        self._router.release(source)
+        self._router.release(target)
         self._begin(request, decisions)
 
     def _finish(self, request: int, free_kv_bytes: float | None) -> None:

@@ -54,7 +54,9 @@ class Router:
         """Lowest current routing threshold of all sites; None if nothing is offloaded."""
         offloading = self._control.offloading
         return (
-            None if offloading is None else min((each.tokens for each in offloading.thresholds.values()), default=None)
+            None
+            if offloading is None
+            else min((threshold.tokens for threshold in offloading.thresholds.values()), default=None)
         )
 
     def handle(self, event: Event) -> tuple[Decision, ...]:
@@ -77,9 +79,9 @@ class Router:
                     self._agenda.at(self._agenda.now + self._role_switch_s, self._switched, index)
         return tuple(decision for decision in decisions if not isinstance(decision, SwitchRole))
 
-    def give_back(self, index: int) -> None:
+    def release(self, index: int) -> None:
         """Remove one request from an instance; if a drain ends, schedule the role switch."""
-        if self._fleet.give_back(index):
+        if self._fleet.release(index):
             self._agenda.at(self._agenda.now + self._role_switch_s, self._switched, index)
 
     def _switched(self, index: int, _: int) -> None:

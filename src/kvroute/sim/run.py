@@ -11,22 +11,22 @@ from kvroute.control import Control, ControlSpec
 from kvroute.control.log import EventLog
 from kvroute.sim.agenda import FOREVER, Agenda
 from kvroute.sim.arrivals import Arrivals
-from kvroute.sim.copies import Copies
+from kvroute.sim.copies import SimulatedCopies
 from kvroute.sim.delivery import Delivery
 from kvroute.sim.fleet import Fleet
 from kvroute.sim.gateways import GatewayCores, refuse_features
 from kvroute.sim.groups.tensor_groups import TensorGroups
 from kvroute.sim.metrics import Outcomes, Summary, Timeline, summarise
-from kvroute.sim.network.capacity import Capacity
+from kvroute.sim.network.capacity import LinkCapacities
 from kvroute.sim.network.link_load import busiest_links, link_load
 from kvroute.sim.network.transfers import Fabric
-from kvroute.sim.placement import Placement, Tenancy
+from kvroute.sim.placement import PlacementTurns, SimulatedTenancy
 from kvroute.sim.request_timelines import RequestTimelines
 from kvroute.sim.router import Core, Router
 from kvroute.sim.run_parts import RunParts
 from kvroute.sim.scaling import FleetScaling
-from kvroute.sim.settings import SimSettings
-from kvroute.sim.store import Store
+from kvroute.sim.settings import SimSpec
+from kvroute.sim.store import SimulatedStore
 from kvroute.sim.telemetry import Telemetry
 from kvroute.sim.workload import Trace
 from kvroute.topology import Cluster
@@ -56,11 +56,11 @@ def simulate(
     cluster: Cluster,
     trace: Trace,
     spec: ControlSpec,
-    settings: SimSettings,
+    settings: SimSpec,
     *,
     seed: int = 0,
     log: EventLog | None = None,
-    tenancy: Tenancy | None = None,
+    tenancy: SimulatedTenancy | None = None,
 ) -> Run:
     """Run `trace` on `cluster`. The same arguments give the same run, bit for bit. Args: `tenancy`: turns and deadlines
     of requests; None: they are placed as they arrive.
@@ -91,9 +91,9 @@ def _outcomes(trace: Trace) -> Outcomes:
     return rows
 
 
-def _fabric(cluster: Cluster, settings: SimSettings, seed: int) -> Fabric:
+def _fabric(cluster: Cluster, settings: SimSpec, seed: int) -> Fabric:
     changes, fluctuations = settings.changes, settings.fluctuations
-    capacity = Capacity(cluster, settings.background, seed, changes=changes, fluctuations=fluctuations)
+    capacity = LinkCapacities(cluster, settings.background, seed, changes=changes, fluctuations=fluctuations)
     cut = capacity.cut_for_good()
     if len(cut) and settings.until_s is None:
         what = f"link {cluster.links[int(cut[0])].name!r} is cut permanently, so transfers over it never end"
@@ -109,20 +109,20 @@ class Simulation:
         cluster: Cluster,
         trace: Trace,
         spec: ControlSpec,
-        settings: SimSettings,
+        settings: SimSpec,
         *,
         seed: int,
         log: EventLog | None = None,
-        tenancy: Tenancy | None = None,
+        tenancy: SimulatedTenancy | None = None,
     ) -> None:
         self._cluster, self._trace, self._settings = cluster, trace.requests, settings
         self._spec, self._seed = spec, seed
         self._agenda, self._arrivals, self._outcomes = Agenda(), Arrivals(trace), _outcomes(trace)
         if settings.gateways > 1:
             refuse_features(spec, cluster)
-        if settings.lock_step and spec.serves_alone:
+        if settings.lock_step and spec.serves_aggregated:
             what = f"{spec.decode} lets one instance serve a request, which is not modelled in lock-step"
-            raise InputError(what, where="lock_step", hint="set its parameter `alone` to 0")
+            raise InputError(what, where="lock_step", hint="set its parameter `aggregated` to 0")
         self._groups = TensorGroups.of(cluster)
         self._fabric = _fabric(cluster, settings, seed)
         self._fleet = Fleet(cluster, block_tokens=_block_tokens(trace), prefill_queueing=settings.prefill_queueing)
@@ -134,10 +134,10 @@ class Simulation:
         self._scaling: FleetScaling | None = None
         if settings.scaling is not None:
             self._scaling = FleetScaling(cluster, self._fleet, self._router, self._agenda, settings.scaling)
-        self._copies = Copies(cluster, self._fleet, self._delivery, self._router, self._agenda)
-        self._store: Store | None = None
+        self._copies = SimulatedCopies(cluster, self._fleet, self._delivery, self._router, self._agenda)
+        self._store: SimulatedStore | None = None
         if cluster.file.storage is not None:
-            self._store = Store(
+            self._store = SimulatedStore(
                 cluster,
                 self._fabric,
                 self._delivery,
@@ -174,7 +174,7 @@ class Simulation:
                 what = "tenants are simulated for one gateway"
                 raise InputError(what, where="gateways", hint="set gateways to 1")
             place, refuse = self._timelines.place, self._timelines.refuse
-            self._timelines.placement = Placement(tenancy, core, self._agenda, place, refuse)
+            self._timelines.placement = PlacementTurns(tenancy, core, self._agenda, place, refuse)
 
     def _core(self) -> Core:
         """The core of one gateway, or those of several."""

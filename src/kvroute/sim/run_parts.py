@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvroute.sim.agenda import Agenda
-from kvroute.sim.copies import Copies
+from kvroute.sim.copies import SimulatedCopies
 from kvroute.sim.delivery import Delivery
 from kvroute.sim.fleet import Fleet
 from kvroute.sim.groups.tensor_groups import TensorGroups
 from kvroute.sim.metrics import Outcomes
 from kvroute.sim.router import Router
-from kvroute.sim.settings import SimSettings
-from kvroute.sim.store import Store
+from kvroute.sim.settings import SimSpec
+from kvroute.sim.store import SimulatedStore
 from kvroute.sim.workload import Trace
 from kvroute.topology import Cluster
 
@@ -23,13 +23,13 @@ class RunParts:
 
     cluster: Cluster
     trace: Trace
-    settings: SimSettings
+    settings: SimSpec
     agenda: Agenda
     router: Router
     fleet: Fleet
     delivery: Delivery
-    copies: Copies
+    copies: SimulatedCopies
     outcomes: Outcomes
     groups: TensorGroups
-    store: Store | None
+    store: SimulatedStore | None
     """None: the cluster has no store."""

@@ -72,7 +72,7 @@ class FleetScaling:
     def begin(self) -> None:
         """Stop all instances beyond the first ones of each role. Raises InputError if there are too few."""
         first = {"prefill": self.settings.prefill, "decode": self.settings.decode}
-        members = [(i, _role(each.role)) for i, each in enumerate(self.cluster.instances)]
+        members = [(i, _role(instance.role)) for i, instance in enumerate(self.cluster.instances)]
         for role in SCALED_ROLES:
             most = sum(each == role for _, each in members)
             if not 1 <= first[role] <= most:

@@ -144,7 +144,7 @@ class ScalingRun(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError("a queue length is not above 0", where="scaling.queue", hint="give more than 0")
 
 
-class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
+class SimSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one run."""
 
     prefill_queueing: bool = True

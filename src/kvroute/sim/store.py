@@ -92,7 +92,7 @@ class _Write:
     blocks: tuple[int, ...]
 
 
-class Store:
+class SimulatedStore:
     """Reads and writes of all requests. The caller has moved bytes up to now before each call."""
 
     def __init__(

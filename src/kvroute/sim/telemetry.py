@@ -8,7 +8,7 @@ import numpy as np
 
 from kvroute.sim.metrics import Outcomes, Timeline
 from kvroute.sim.network.transfers import Fabric
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.types import TIER_COUNT, CongestionMeasured, Event, FloatArray, LinksMeasured, TransferMeasured
 
 
@@ -18,7 +18,7 @@ class Telemetry:
     def __init__(
         self,
         fabric: Fabric,
-        settings: SimSettings,
+        settings: SimSpec,
         outcomes: Outcomes,
         threshold_tokens: Callable[[], float | None],
         reduced_bytes: FloatArray | None = None,

@@ -60,16 +60,16 @@ def line(namespace: str, name: str, delay_s: float) -> Line:
 
 def run(lines: list[Line]) -> None:
     """Run forever. `select` counts in microseconds, epoll's timeout in milliseconds."""
-    devices = {each.device: each for each in lines}
+    devices = {line.device: line for line in lines}
     while True:
-        due_s = min((each.held[0][0] for each in lines if each.held), default=None)
+        due_s = min((line.held[0][0] for line in lines if line.held), default=None)
         wait_s = None if due_s is None else max(due_s - time.monotonic(), 0.0)
         ready, _, _ = select.select(list(devices), (), (), wait_s)
         now = time.monotonic()
         for device in ready:
             devices[device].take(now)
-        for each in lines:
-            each.give(now)
+        for line in lines:
+            line.give(now)
 
 
 def main() -> None:

@@ -23,7 +23,13 @@ import msgspec
 import numpy as np
 import uvloop
 
-from kvroute.load import LEAD_S, Answer, prompt_tokens, replay_trace, timed_requests
+from kvroute.load import (
+    LEAD_S,
+    ReplayedResponse,
+    prompt_tokens,
+    replay_trace,
+    timed_requests,
+)
 from kvroute.planner.comparison.served import served_file
 from kvroute.prefix import block_hashes
 from kvroute.sim.run import Run, simulate
@@ -65,7 +71,7 @@ class Half(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class LiveComparisonSpec:
     """The input of a comparison: cluster, trace, policies and seed."""
 
     cluster: Path
@@ -96,7 +102,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedGateway:
     """Addresses of a running gateway with emulated engines."""
 
     url: str
@@ -141,18 +147,18 @@ def _apart(times_s: Sequence[float]) -> list[float]:
     return spread
 
 
-def predict(question: Question) -> Half:
+def predict(live_spec: LiveComparisonSpec) -> Half:
     """Simulate a gateway with the settings of the file, including its measurements of its own transfers."""
-    return predicted(simulated(question, Background()))
+    return predicted(simulated(live_spec, Background()))
 
 
-def simulated(question: Question, background: Background) -> Run:
+def simulated(live_spec: LiveComparisonSpec, background: Background) -> Run:
     """Simulate the gateway of a comparison, with traffic on the links that is not reported to it."""
-    served = served_file(str(question.cluster))
-    spec = msgspec.structs.replace(served.spec.with_policy(question.policy), prefill=question.prefill)
+    served = served_file(str(live_spec.cluster))
+    spec = msgspec.structs.replace(served.spec.with_policy(live_spec.policy), prefill=live_spec.prefill)
     settings = msgspec.structs.replace(served.settings, telemetry="none", background=background)
-    tenancy = served.service.tenancy(len(question.trace.requests))
-    return simulate(served.cluster, question.trace, spec, settings, seed=question.seed, tenancy=tenancy)
+    tenancy = served.service.tenancy(len(live_spec.trace.requests))
+    return simulate(served.cluster, live_spec.trace, spec, settings, seed=live_spec.seed, tenancy=tenancy)
 
 
 def predicted(run: Run) -> Half:
@@ -166,7 +172,7 @@ def predicted(run: Run) -> Half:
     return _half(ttft_s, parts_s, share)
 
 
-def observed(answers: Sequence[Answer], metrics: str) -> Half:
+def observed(answers: Sequence[ReplayedResponse], metrics: str) -> Half:
     """Summarize the clients' measurements, and the parts and tiers in the gateway's metrics page."""
     transfers = _by_label(metrics, "kvroute_transfer_seconds_count", "tier")
     counts_by_tier = np.array([transfers.get(tier, 0.0) for tier in _TIERS])
@@ -177,14 +183,16 @@ def observed(answers: Sequence[Answer], metrics: str) -> Half:
     return _half([answer.ttft_s if answer.ok else None for answer in answers], parts_s, share, errors)
 
 
-def played(served: Served, trace: Trace, on_answer: Callable[[], None] = lambda: None) -> tuple[list[Answer], bytes]:
+def send_trace(
+    served: ServedGateway, trace: Trace, on_answer: Callable[[], None] = lambda: None
+) -> tuple[list[ReplayedResponse], bytes]:
     """Send the trace's requests at their times and wait for all responses. Return them with the gateway's state right
     after the last request was sent, when the gateway is busiest."""
     model = json.loads(_page(served.url + "/v1/models"))["data"][0]["id"]
     requests = list(timed_requests(trace.requests, model))
     last_s = LEAD_S + max((request.at_s for request in requests), default=0.0)
 
-    async def run() -> tuple[list[Answer], bytes]:
+    async def run() -> tuple[list[ReplayedResponse], bytes]:
         async with asyncio.TaskGroup() as group:
             playing = group.create_task(replay_trace(served.url, requests, on_answer=lambda _: on_answer()))
             await asyncio.sleep(last_s)
@@ -195,15 +203,15 @@ def played(served: Served, trace: Trace, on_answer: Callable[[], None] = lambda:
 
 
 @contextmanager
-def embedded(question: Question) -> Iterator[Callable[[], Served]]:
+def embedded(live_spec: LiveComparisonSpec) -> Iterator[Callable[[], ServedGateway]]:
     """Run `kvroute serve --embedded` on free ports and stop it at the end. It yields a function that waits until the
     gateway is ready.
 
     Raises:
         InputError: raised by the yielded function if the gateway does not become ready.
     """
-    command = [sys.executable, "-m", "kvroute.cli.app", "serve", "--embedded", str(question.cluster)]
-    command += ["--policy", question.policy, "--prefill", question.prefill, "--seed", str(question.seed)]
+    command = [sys.executable, "-m", "kvroute.cli.app", "serve", "--embedded", str(live_spec.cluster)]
+    command += ["--policy", live_spec.policy, "--prefill", live_spec.prefill, "--seed", str(live_spec.seed)]
     with tempfile.TemporaryDirectory(prefix="kvroute-") as folder, tempfile.TemporaryFile() as stderr_file:
         ready = Path(folder, "ready.json")
         command += ["--port", "0", "--admin-port", "0", "--ready-file", str(ready), "--until-eof"]
@@ -218,11 +226,11 @@ def embedded(question: Question) -> Iterator[Callable[[], Served]]:
             _end(process)
 
 
-def _ready(process: subprocess.Popen[bytes], ready: Path, stderr_file: IO[bytes]) -> Served:
+def _ready(process: subprocess.Popen[bytes], ready: Path, stderr_file: IO[bytes]) -> ServedGateway:
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline and process.poll() is None:
         if ready.exists() and (text := ready.read_bytes()).endswith(b"}"):
-            return msgspec.json.decode(text, type=Served)
+            return msgspec.json.decode(text, type=ServedGateway)
         time.sleep(0.02)
     stderr_file.seek(0)
     why = stderr_file.read().decode(errors="replace").strip().removeprefix("kvroute: ")

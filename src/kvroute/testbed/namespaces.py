@@ -169,5 +169,7 @@ def links(prefix: str) -> dict[str, tuple[str, ...]]:
         addresses = device.get("addr_info")
         assert isinstance(addresses, list)
         if str(device["ifname"]).startswith(prefix):
-            found[str(device["ifname"])] = tuple(each["local"] for each in addresses if each["family"] == "inet")
+            found[str(device["ifname"])] = tuple(
+                address["local"] for address in addresses if address["family"] == "inet"
+            )
     return found

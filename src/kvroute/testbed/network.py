@@ -13,7 +13,7 @@ from kvroute.testbed import namespaces
 from kvroute.testbed.delay import LEAST_S
 from kvroute.testbed.programs import Programs
 from kvroute.testbed.queues import QUEUE_BYTES, Discipline, Limit, leaves_of, lines, packets
-from kvroute.testbed.runs import ADDRESSES, Run, addresses
+from kvroute.testbed.runs import ADDRESSES, NamedTestbed, addresses
 from kvroute.testbed.wiring import HUB, Wiring, background_ends, wire
 from kvroute.topology import Cluster
 from kvroute.types import SAME_NODE, TIER_COUNT, InputError
@@ -46,14 +46,14 @@ class Build:
 
 
 @dataclass(slots=True)
-class Network:
-    """Network of one testbed. `Run.remove` removes it.
+class NamespaceNetwork:
+    """Network of one testbed. `NamedTestbed.remove` removes it.
 
     Raises:
         InputError: by every method: no root, a missing tool or kernel feature, a cluster that cannot be wired.
     """
 
-    run: Run
+    run: NamedTestbed
     cluster: Cluster
     build: Build
     programs: Programs

@@ -27,7 +27,7 @@ _UDP_SEGMENT = 103
 
 
 @dataclass(slots=True)
-class Stream:
+class BackgroundStream:
     """Background traffic of one link."""
 
     socket: socket.socket
@@ -48,13 +48,13 @@ class Stream:
 _ZEROS = memoryview(bytes(BUNDLE_MAX * PAYLOAD_BYTES))
 
 
-def stream(namespace: str, target: str, bytes_per_s: float) -> Stream:
+def stream(namespace: str, target: str, bytes_per_s: float) -> BackgroundStream:
     """Open a stream from a namespace to an address."""
     with inside(namespace):
         made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
     made.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, PAYLOAD_BYTES)
     made.connect((target, PORT))
-    return Stream(made, bytes_per_s)
+    return BackgroundStream(made, bytes_per_s)
 
 
 def sink(namespace: str) -> socket.socket:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvroute.testbed import processes
-from kvroute.testbed.runs import Run
+from kvroute.testbed.runs import NamedTestbed
 from kvroute.types import InputError
 
 READY_S = 120.0
@@ -20,7 +20,7 @@ READY_S = 120.0
 class Programs:
     """Programs of a testbed, each with a log in its folder."""
 
-    run: Run
+    run: NamedTestbed
     _children: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def begin(self, command: Sequence[str], name: str) -> subprocess.Popen[bytes]:

@@ -16,14 +16,14 @@ import msgspec
 from kvroute import topology
 from kvroute.sim.settings import Background
 from kvroute.sim.workload import Trace
-from kvroute.testbed import Build, Run, Testbed
+from kvroute.testbed import Build, NamedTestbed, Testbed
 from kvroute.testbed.live import (
     Half,
-    Question,
-    Served,
+    LiveComparisonSpec,
+    ServedGateway,
     observed,
-    played,
     predicted,
+    send_trace,
     simulated,
 )
 from kvroute.testbed.processes import cpu_s
@@ -64,16 +64,16 @@ class Course:
         self._rounds += 1
         options = ["--policy", policy, "--prefill", prefill, "--seed", str(build.seed)]
         state = testbed.start_gateway(self.endpoints, options)
-        served = Served(state.url, state.admin)
+        served = ServedGateway(state.url, state.admin)
         before_s, began = cpu_s(testbed.run.name), time.monotonic()
-        answers, _ = played(served, trace, on_answer)
+        answers, _ = send_trace(served, trace, on_answer)
         share = (cpu_s(testbed.run.name) - before_s) / (time.monotonic() - began) / len(os.sched_getaffinity(0))
         kernel = observed(answers, served.page("/metrics").decode())
         testbed.stop_gateway()
         if not kernel.answered:
             raise InputError(f"no request was answered under {policy}: {' '.join(kernel.errors) or 'none was sent'}")
-        question = Question(self.cluster, trace, policy, prefill, build.seed)
-        return Round(policy=policy, kernel=kernel, simulated=predict(question, build.background), cpu_share=share)
+        live_spec = LiveComparisonSpec(self.cluster, trace, policy, prefill, build.seed)
+        return Round(policy=policy, kernel=kernel, simulated=predict(live_spec, build.background), cpu_share=share)
 
     def _forget(self) -> None:
         """Clear the cache of every engine; an engine rejects this while a request is in flight."""
@@ -86,7 +86,7 @@ class Course:
 
 
 @contextmanager
-def course(run: Run, cluster: Path, build: Build) -> Iterator[Course]:
+def course(run: NamedTestbed, cluster: Path, build: Build) -> Iterator[Course]:
     """Run a testbed for the duration of the block. Raises InputError if it cannot be set up."""
     testbed = Testbed(run, topology.load(cluster), build)
     testbed.check()
@@ -97,9 +97,9 @@ def course(run: Run, cluster: Path, build: Build) -> Iterator[Course]:
         testbed.remove()
 
 
-def predict(question: Question, background: Sequence[float]) -> Half:
+def predict(live_spec: LiveComparisonSpec, background: Sequence[float]) -> Half:
     """Simulate the same round, with background traffic on the links that is not reported to the router."""
-    return predicted(simulated(question, Background(per_tier=tuple(background))))
+    return predicted(simulated(live_spec, Background(per_tier=tuple(background))))
 
 
 def _reset(url: str) -> bool:

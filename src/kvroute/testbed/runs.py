@@ -26,7 +26,7 @@ _NAME = re.compile(r"[a-z0-9]{1,8}", re.ASCII)
 """A device's name has at most 15 characters."""
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True):
+class SavedTestbed(msgspec.Struct, frozen=True, kw_only=True):
     """State of a testbed that is up."""
 
     run: str
@@ -43,7 +43,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class NamedTestbed:
     """A testbed by its name, whether it exists or not."""
 
     name: str
@@ -54,7 +54,7 @@ class Run:
             raise InputError(f"{self.name!r} is not a valid testbed name", where="--name", hint=hint)
 
     @classmethod
-    def of(cls, cluster: str) -> Run:
+    def of(cls, cluster: str) -> NamedTestbed:
         """Return the testbed with the default name for a cluster."""
         return cls(f"{xxhash.xxh32_intdigest(cluster.encode()):08x}")
 
@@ -97,17 +97,17 @@ class Run:
                 return
 
 
-def known() -> list[Run]:
+def known() -> list[NamedTestbed]:
     """Return every testbed of which anything exists, found by namespaces, devices and folders."""
     names = {name.removeprefix(_PREFIX).partition("-")[0] for name in namespaces.named(_PREFIX)}
     names |= {name.removeprefix(_PREFIX) for name in namespaces.links(_PREFIX)}
     if FOLDER.is_dir():
         names |= {path.name for path in FOLDER.iterdir() if path.is_dir()}
-    return [Run(name) for name in sorted(names) if _NAME.fullmatch(name)]
+    return [NamedTestbed(name) for name in sorted(names) if _NAME.fullmatch(name)]
 
 
 @contextmanager
-def addresses(run: Run) -> Iterator[IPv4Network]:
+def addresses(run: NamedTestbed) -> Iterator[IPv4Network]:
     """Reserve 256 addresses that no other testbed has.
 
     Other testbeds wait until the block ends. By then the first address must be on the run's device.

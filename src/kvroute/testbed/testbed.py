@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from kvroute.testbed.engines import served, unpaced
-from kvroute.testbed.network import Build, Network
+from kvroute.testbed.network import Build, NamespaceNetwork
 from kvroute.testbed.programs import Programs
-from kvroute.testbed.runs import Run, State
+from kvroute.testbed.runs import NamedTestbed, SavedTestbed
 from kvroute.testbed.wiring import Wiring
 from kvroute.topology import Cluster
 from kvroute.types import Endpoint
@@ -24,23 +24,23 @@ from kvroute.types import Endpoint
 
 @dataclass(slots=True)
 class Testbed:
-    """Testbed of one cluster. Its creator calls `remove`; if the creator dies before, `Run.remove` removes it.
+    """Testbed of one cluster. Its creator calls `remove`; if the creator dies before, `NamedTestbed.remove` removes it.
 
     Raises:
         InputError: by every method: no root, a missing tool or kernel feature, a cluster that cannot be wired, a
             program that does not get ready.
     """
 
-    run: Run
+    run: NamedTestbed
     cluster: Cluster
     build: Build
-    network: Network = field(init=False)
+    network: NamespaceNetwork = field(init=False)
     _programs: Programs = field(init=False)
     _gateway: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
         self._programs = Programs(self.run)
-        self.network = Network(self.run, self.cluster, self.build, self._programs)
+        self.network = NamespaceNetwork(self.run, self.cluster, self.build, self._programs)
 
     @property
     def wiring(self) -> Wiring:
@@ -73,7 +73,7 @@ class Testbed:
             found |= msgspec.json.decode(answer, type=dict[str, dict[str, Endpoint]])["instances"]
         return found
 
-    def start_gateway(self, endpoints: Mapping[str, Endpoint], options: Sequence[str] = ()) -> State:
+    def start_gateway(self, endpoints: Mapping[str, Endpoint], options: Sequence[str] = ()) -> SavedTestbed:
         """Start `kvroute serve` with these options, outside the network, and record that the testbed is up."""
         file, ready = self.run.folder / "cluster.yaml", self.run.folder / "gateway.json"
         file.write_text(served(self.cluster, endpoints).to_yaml(), encoding="utf-8")
@@ -81,7 +81,7 @@ class Testbed:
         self._gateway = self._programs.begin([*_kvroute("serve"), str(file), *ports, *options], "gateway")
         answer = self._programs.wait_ready(self._gateway, ready)
         found = msgspec.json.decode(answer, type=dict[str, str])
-        state = State(
+        state = SavedTestbed(
             run=self.run.name,
             url=found["url"],
             admin=found["admin"],
@@ -106,7 +106,7 @@ class Testbed:
         self._programs.forget()
 
     def leave(self) -> None:
-        """Keep everything when this process ends. `Run.remove` can remove it later."""
+        """Keep everything when this process ends. `NamedTestbed.remove` can remove it later."""
         self._programs.forget(wait=False)
 
 

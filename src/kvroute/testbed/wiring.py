@@ -40,7 +40,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class LinkDevice:
     """A device at the source of one directed link. Packets that leave by it use that link."""
 
     link: int
@@ -64,8 +64,8 @@ class End:
 class Cable:
     """Both directions of a cable."""
 
-    up: End
-    down: End
+    up: LinkDevice
+    down: LinkDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Wiring:
         return (*(host.name for host in self.hosts), *self.switches)
 
     @property
-    def ends(self) -> Iterator[End]:
+    def ends(self) -> Iterator[LinkDevice]:
         """Ends of all cables."""
         for cable in self.cables:
             yield cable.up
@@ -97,7 +97,7 @@ class Wiring:
         """Return the host of an instance."""
         return next(host for host in self.hosts if instance in host.instances)
 
-    def ends_at(self, place: str) -> Iterator[End]:
+    def ends_at(self, place: str) -> Iterator[LinkDevice]:
         """Return the devices of one namespace."""
         return (end for end in self.ends if end.place == place)
 
@@ -194,12 +194,12 @@ def _cables(cluster: Cluster, hosts: Iterable[Host]) -> Iterator[Cable]:
         here, there = CABLES[2 * number], CABLES[2 * number + 1]
         forth, back = cluster.links[up], cluster.links[down]
         yield Cable(
-            End(up, low, here, there, forth.bytes_per_s, forth.tier, equal),
-            End(down, forth.target, there, here, back.bytes_per_s, back.tier, equal),
+            LinkDevice(up, low, here, there, forth.bytes_per_s, forth.tier, equal),
+            LinkDevice(down, forth.target, there, here, back.bytes_per_s, back.tier, equal),
         )
 
 
-def background_ends(wiring: Wiring, shares: tuple[float, ...]) -> list[tuple[End, float]]:
+def background_ends(wiring: Wiring, shares: tuple[float, ...]) -> list[tuple[LinkDevice, float]]:
     """Return the links with background traffic, with its share of each. `shares` is by tier, [TIER_COUNT]."""
     assert len(shares) == TIER_COUNT
     return [(end, shares[end.tier]) for end in wiring.ends if shares[end.tier] > 0.0]

@@ -57,11 +57,11 @@ class Profile:
     """Place of the times in the file, for messages."""
 
     @property
-    def doubts(self) -> tuple[str, ...]:
+    def remarks(self) -> tuple[str, ...]:
         """Implausible values, in sentences for the user."""
         points = list(zip(self.tokens.tolist(), self.prefill_s.tolist(), strict=True))
         found = (plausibility.of_prefill(points), plausibility.of_decode(self.iteration_s.tolist()))
-        return tuple(f"{self.where}: {self.times}: {doubt.what}; {doubt.cause}" for doubt in found if doubt)
+        return tuple(f"{self.where}: {self.times}: {remark.what}; {remark.cause}" for remark in found if remark)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from kvroute.types import FloatArray
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingTimes:
     """Waiting times of a queue in front of one or several equal servers."""
 
     utilisation: float
@@ -36,7 +36,7 @@ class Waiting:
 
 def waiting(
     rate_per_s: float, service_s: FloatArray, share: FloatArray, *, servers: int = 1, arrival_cv2: float = 1.0
-) -> Waiting:
+) -> WaitingTimes:
     """Return the waiting times of a queue.
 
     With one server and Poisson arrivals they are those of M/G/1 (Pollaczek-Khinchine). Otherwise they are the
@@ -52,15 +52,15 @@ def waiting(
     mean_s, square_s2 = float(share @ service_s), float(share @ service_s**2)
     utilisation = rate_per_s * mean_s / servers
     if utilisation >= 1.0:
-        return Waiting(utilisation, math.inf, 1.0)
+        return WaitingTimes(utilisation, math.inf, 1.0)
     if servers == 1 and arrival_cv2 == 1.0:
-        return Waiting(utilisation, rate_per_s * square_s2 / (2.0 * (1.0 - utilisation)), utilisation)
+        return WaitingTimes(utilisation, rate_per_s * square_s2 / (2.0 * (1.0 - utilisation)), utilisation)
     if mean_s <= 0.0 or rate_per_s <= 0.0:
-        return Waiting(0.0, 0.0, 0.0)
+        return WaitingTimes(0.0, 0.0, 0.0)
     waits = erlang_c(servers, rate_per_s * mean_s)
     service_cv2 = max(square_s2 / mean_s**2 - 1.0, 0.0)
     markovian_s = waits * mean_s / (servers * (1.0 - utilisation))
-    return Waiting(utilisation, markovian_s * (arrival_cv2 + service_cv2) / 2.0, waits)
+    return WaitingTimes(utilisation, markovian_s * (arrival_cv2 + service_cv2) / 2.0, waits)
 
 
 def erlang_c(servers: int, load: float) -> float:

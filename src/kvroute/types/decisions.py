@@ -54,8 +54,9 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill", omit_defaults=True):
     """Reason for the datacenter of the prefill, if there is a choice."""
     ttft_s: float | None = None
     """Predicted time to the first token, in seconds; None: it was not to be predicted."""
-    alone: Terms | None = None
-    """Terms of the instances that could have served the request alone, and last of the pair that was preferred to them;
+    aggregated: Terms | None = None
+    """Terms of the instances that could have served the request aggregated, and last of the pair that was preferred to
+    them;
     None: there are none."""
 
 

@@ -26,7 +26,7 @@ class Arrived(msgspec.Struct, frozen=True, tag="arrived", omit_defaults=True):
     request: Request
     only: tuple[str, ...] | None = None
     """Names of the instances that may serve it, because a proxy before the router reaches no others; None: all may."""
-    joint: bool = False
+    both_on_arrival: bool = False
     """True if the decode instance orders the prefill itself, so that both must be chosen now, whatever the protocol."""
     ttft_max_s: float | None = None
     """Longest time from now to the first token: the request is rejected if the predicted one is longer; None: none."""

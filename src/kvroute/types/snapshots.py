@@ -36,7 +36,7 @@ class Candidates(msgspec.Struct, frozen=True, gc=False):
     group: IntArray | None = None
     """Number of each candidate's group of engines, from 0 on; None: all are one group."""
     prompts_s: FloatArray | None = None
-    """Seconds until each candidate has computed the prompts of the requests that it serves alone; None: there are
+    """Seconds until each candidate has computed the prompts of its aggregated requests; None: there are
     none."""
 
 

@@ -14,17 +14,18 @@ from kvroute.cli.choices import READINGS
 from kvroute.cli.output import console, print_json, remarks
 from kvroute.cli.quantities import listed
 from kvroute.types import InputError
+from kvroute_engine import renamed
 
 if TYPE_CHECKING:
     from kvroute_studies.shared.cells import Experiment
-    from kvroute_studies.shared.family import Family
+    from kvroute_studies.shared.family import ExperimentFamily
 
 _SEEDS = 5
 
 
 @cache
-def families() -> dict[str, Family[Any]]:
-    """Return the experiments by publication; never-worse, alone, prefix-copies and autoscaling are kvroute's own."""
+def families() -> dict[str, ExperimentFamily[Any]]:
+    """Return the experiments by publication; never-worse, aggregated, prefix-copies and autoscaling are kvroute's."""
     from kvroute_studies.aggregated import command as experiment_alone
     from kvroute_studies.autoscaling import command as experiment_autoscaling
     from kvroute_studies.dualpath import command as experiment_dualpath
@@ -39,7 +40,7 @@ def families() -> dict[str, Family[Any]]:
         "prfaas": experiment_prfaas.FAMILY,
         "dualpath": experiment_dualpath.FAMILY,
         "never-worse": experiment_never_worse.FAMILY,
-        "alone": experiment_alone.FAMILY,
+        "aggregated": experiment_alone.FAMILY,
         "prefix-copies": experiment_copies.FAMILY,
         "autoscaling": experiment_autoscaling.FAMILY,
         "heroserve": experiment_heroserve.FAMILY,
@@ -112,7 +113,7 @@ def experiment(
         return
     family, chosen = _chosen(names)
     if trace_dir is not None and not families()[family].reads_trace_folder:
-        readers = " and ".join(name for name, one in families().items() if one.reads_trace_folder)
+        readers = " and ".join(name for name, family in families().items() if family.reads_trace_folder)
         hint = f"omit it; only {readers} reads a folder of traces"
         raise InputError(f"{family} does not support this option", where="--trace-dir", hint=hint)
     check_where(on)
@@ -142,16 +143,16 @@ def _seeds_of(seed: int | None, seeds: int | None) -> tuple[int, ...]:
 
 
 def _list(as_json: bool) -> None:
-    from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, rich_table
+    from kvroute.report.grid import UNKNOWN, Grid, GridEntry, Heading, rich_table
 
-    known = [one for family in families().values() for one in family.experiments.values()]
+    known = [experiment for family in families().values() for experiment in family.experiments.values()]
     if as_json:
         print_json({"experiments": [{"name": one.name, "title": one.title, "source": one.source} for one in known]})
         return
     rows = []
     for one in known:
         axes = "; ".join(f"{name}: {', '.join(f'{value:,g}' for value in values)}" for name, values in one.axes.items())
-        rows.append(tuple(map(Entry, (one.name, one.title, one.source, axes or UNKNOWN, ", ".join(one.policies)))))
+        rows.append(tuple(map(GridEntry, (one.name, one.title, one.source, axes or UNKNOWN, ", ".join(one.policies)))))
     # Users type the names next, so other columns are dropped first.
     headings = (
         Heading("experiment"),
@@ -167,10 +168,13 @@ def _chosen(names: Sequence[str]) -> tuple[str, list[Experiment]]:
     groups = {family: one.experiments for family, one in families().items()}
     chosen: dict[str, Experiment] = {}
     selected: dict[str, None] = {}
-    for name in names:
+    for given in names:
+        name = renamed.EXPERIMENTS.get(given, given)
+        if name != given:
+            remarks().print(f"experiment {given!r} is now called {name!r}", soft_wrap=True)
         family = next((family for family, known in groups.items() if name == family or name in known), None)
         if family is None:
-            known = [*groups, *(one for experiments in groups.values() for one in experiments)]
+            known = [*groups, *(experiment for experiments in groups.values() for experiment in experiments)]
             near = get_close_matches(name, known, 1)
             hint = (f"did you mean {near[0]}? " if near else "") + f"choose among {', '.join(known)}"
             raise InputError(f"there is no experiment {name!r}", hint=hint)

@@ -24,7 +24,7 @@ from kvroute.collectives.scheduler.tables import Tables
 from kvroute.types import InputError
 from kvroute_engine.agent.agent import Agent, Sources
 from kvroute_engine.agent.agents_pb2 import FromAgent, FromScheduler, Hello
-from kvroute_engine.agent.counters import Nic, PortCounters
+from kvroute_engine.agent.counters import PortCounters, WatchedNic
 from kvroute_engine.agent.files import (
     TABLE,
     GroupTraffic,
@@ -35,7 +35,7 @@ from kvroute_engine.agent.files import (
 )
 from kvroute_engine.agent.messages import METHOD, PROTOCOL, hello_message, report_message
 from kvroute_engine.agent.metrics import MetricsServer, agent_metrics
-from kvroute_engine.agent.reports import AgentName, Report
+from kvroute_engine.agent.reports import AgentName, CounterReport
 from kvroute_engine.agent.security import Tls, metadata_of
 from kvroute_engine.switch.status import SwitchStatus, write_status
 
@@ -61,7 +61,7 @@ class Rig:
         name: AgentName = A0,
         token: str = "",
         tls: Tls | None = None,
-        nics: tuple[Nic, ...] = (),
+        nics: tuple[WatchedNic, ...] = (),
         switch_status: Path | None = None,
     ) -> Agent:
         folder = self.folder / name.name
@@ -312,7 +312,7 @@ def test_wrong_messages_end_the_call_with_a_status(tmp_path: Path) -> None:
                 "FAILED_PRECONDITION",
                 "the agent (kvroute 9.9) has protocol 2, the scheduler 1; install the same version of kvroute",
             )
-            hello, report = hello_message(A0, 0, "1"), report_message(Report(1.0, {9: (1, 1)}))
+            hello, report = hello_message(A0, 0, "1"), report_message(CounterReport(1.0, {9: (1, 1)}))
             assert (await told(rig.address, report))[0] == "FAILED_PRECONDITION"
             assert await told(rig.address) == ("INVALID_ARGUMENT", "an agent begins with Hello")
             assert await told(rig.address, hello, report) == (
@@ -332,7 +332,7 @@ def test_an_agent_says_which_counters_it_cannot_read(tmp_path: Path) -> None:
         for name in ("tx_bytes", "rx_bytes"):
             (folder / name).write_text("1\n")
         async with scheduler(tmp_path) as rig:
-            agent = rig.agent(nics=(Nic("eth0", 0),))
+            agent = rig.agent(nics=(WatchedNic("eth0", 0),))
             async with running(agent.run()):
                 await until(lambda: agent.connected)
                 (folder / "rx_bytes").rename(folder / "gone")

@@ -10,20 +10,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.collectives.policy import Option
-from kvroute.collectives.scheduler.derivation import EXPONENTS, Cell, Choice, Demand, Period, derive, size_class
+from kvroute.collectives.scheduler.derivation import (
+    EXPONENTS,
+    AllReduceDemand,
+    Cell,
+    Period,
+    SchemeOption,
+    derive,
+    size_class,
+)
 
 LINKS = 4
 SIZES = st.integers(EXPONENTS.start, EXPONENTS.stop - 1)
 
 
-def over(*links: int, share: float = 1.0, latency_s: float = 0.0, slots: tuple[tuple[str, int], ...] = ()) -> Choice:
+def over(
+    *links: int, share: float = 1.0, latency_s: float = 0.0, slots: tuple[tuple[str, int], ...] = ()
+) -> SchemeOption:
     """Return an option that puts `share` bytes on each of these links."""
     option = Option("x", np.array(sorted(links), np.int64), np.full(len(links), share))
-    return Choice(option, latency_s, 0.0, slots)
+    return SchemeOption(option, latency_s, 0.0, slots)
 
 
 def of(
-    demand: Mapping[Cell, Demand],
+    demand: Mapping[Cell, AllReduceDemand],
     background: Sequence[float] = (0.0,) * LINKS,
     slots: Mapping[str, int] | None = None,
 ) -> Period:
@@ -43,11 +53,11 @@ backgrounds = st.lists(st.floats(0.0, 1.0), min_size=LINKS, max_size=LINKS)
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[list[list[Choice]], Period, dict[Cell, int]]:
+def situations(draw: st.DrawFn) -> tuple[list[list[SchemeOption]], Period, dict[Cell, int]]:
     """Groups, the loads of a period, and an earlier table."""
     groups = draw(groups_)
     cells = st.tuples(st.integers(0, len(groups) - 1), SIZES)
-    demands = st.builds(Demand, st.floats(1.0, 1e4), st.floats(1.0, 1e9))
+    demands = st.builds(AllReduceDemand, st.floats(1.0, 1e4), st.floats(1.0, 1e9))
     slots = draw(st.dictionaries(st.sampled_from(["s", "t"]), st.integers(0, 12)))
     period = of(draw(st.dictionaries(cells, demands, max_size=8)), draw(backgrounds), slots)
     previous = {}
@@ -58,7 +68,7 @@ def situations(draw: st.DrawFn) -> tuple[list[list[Choice]], Period, dict[Cell, 
 
 @given(situations())
 def test_every_group_has_an_option_for_every_size_and_the_same_input_gives_the_same_table(
-    situation: tuple[list[list[Choice]], Period, dict[Cell, int]],
+    situation: tuple[list[list[SchemeOption]], Period, dict[Cell, int]],
 ) -> None:
     groups, period, previous = situation
     found = derive(groups, period, previous)
@@ -72,7 +82,7 @@ def test_every_group_has_an_option_for_every_size_and_the_same_input_gives_the_s
 
 @given(situations())
 def test_groups_never_get_more_slots_than_there_are(
-    situation: tuple[list[list[Choice]], Period, dict[Cell, int]],
+    situation: tuple[list[list[SchemeOption]], Period, dict[Cell, int]],
 ) -> None:
     """A switch without slots, or one that does not answer, is used by no group."""
     groups, period, previous = situation
@@ -84,7 +94,7 @@ def test_groups_never_get_more_slots_than_there_are(
 
 @given(groups_, backgrounds, st.floats(1e3, 1e9), SIZES, st.integers(0, 3), st.floats(0, 1))
 def test_more_background_on_the_own_links_of_an_option_never_makes_it_chosen(
-    groups: list[list[Choice]], background: list[float], nbytes: float, exponent: int, number: int, more: float
+    groups: list[list[SchemeOption]], background: list[float], nbytes: float, exponent: int, number: int, more: float
 ) -> None:
     """An option that is not chosen stays so when other traffic on links that no other option uses grows."""
     choices = groups[0]
@@ -93,7 +103,7 @@ def test_more_background_on_the_own_links_of_an_option_never_makes_it_chosen(
     heavier = list(background)
     for link in set(choices[number].option.links.tolist()) - others:
         heavier[link] = max(background[link], more)
-    demand, slots = {(0, exponent): Demand(100.0, nbytes)}, {"s": 100, "t": 100}
+    demand, slots = {(0, exponent): AllReduceDemand(100.0, nbytes)}, {"s": 100, "t": 100}
     before = derive([choices], of(demand, background, slots), {})[0, exponent]
     after = derive([choices], of(demand, heavier, slots), {})[0, exponent]
     assert after != number or before == number
@@ -103,7 +113,7 @@ def test_more_background_on_the_own_links_of_an_option_never_makes_it_chosen(
 def test_equal_groups_spread_over_equal_links(count: int, links: int, nbytes: float, idle: int) -> None:
     """The loads of disjoint equal links differ by one group's demand at most, also if they are too high."""
     groups = [[over(link) for link in range(links)] for _ in range(count + idle)]
-    demand = {(number, 20): Demand(1.0, nbytes) for number in range(count)}
+    demand = {(number, 20): AllReduceDemand(1.0, nbytes) for number in range(count)}
     chosen = derive(groups, of(demand), {})
     loads = [sum(chosen[number, 20] == link for number in range(count)) for link in range(links)]
     assert max(loads) - min(loads) <= 1
@@ -112,7 +122,11 @@ def test_equal_groups_spread_over_equal_links(count: int, links: int, nbytes: fl
 def test_the_largest_demand_is_placed_first() -> None:
     """Longest processing time first: 3 on one link, 2 + 2 on the other."""
     groups = [[over(0), over(1)] for _ in range(3)]
-    chosen = derive(groups, of({(0, 20): Demand(1, 2e8), (1, 20): Demand(1, 2e8), (2, 20): Demand(1, 3e8)}), {})
+    chosen = derive(
+        groups,
+        of({(0, 20): AllReduceDemand(1, 2e8), (1, 20): AllReduceDemand(1, 2e8), (2, 20): AllReduceDemand(1, 3e8)}),
+        {},
+    )
     assert chosen[2, 20] == 0
     assert (chosen[0, 20], chosen[1, 20]) == (1, 1)
 
@@ -122,13 +136,13 @@ def test_latency_decides_for_small_tensors_and_bytes_for_large_ones() -> None:
     groups = [[over(0, share=1.5), over(1, share=1.0, latency_s=5e-5)]]
     chosen = derive(groups, of({}), {})
     assert [chosen[0, exponent] for exponent in EXPONENTS] == [0 if e <= 16 else 1 for e in EXPONENTS]
-    many = Demand(1e4, 1e4 * 2**14)
+    many = AllReduceDemand(1e4, 1e4 * 2**14)
     assert derive(groups, of({(0, 14): many}), {})[0, 14] == 0
 
 
 def test_a_choice_changes_only_if_it_pays() -> None:
     """Background of 5 % moves nothing with a hysteresis of 10 %; 20 % does."""
-    groups, demand = [[over(0), over(1)]], {(0, 20): Demand(10, 1e8)}
+    groups, demand = [[over(0), over(1)]], {(0, 20): AllReduceDemand(10, 1e8)}
     first = derive(groups, of(demand), {})
     assert first[0, 20] == 0
     assert derive(groups, of(demand, [0.05, 0, 0, 0]), first, 0.1)[0, 20] == 0
@@ -139,9 +153,9 @@ def test_a_choice_changes_only_if_it_pays() -> None:
 def test_a_group_with_slots_keeps_them_from_a_larger_one() -> None:
     """Two groups want the one place; the first one there stays, so the table does not flap."""
     groups = [[over(0), over(1, share=0.5, slots=(("s", 2),))], [over(2), over(3, share=0.5, slots=(("s", 2),))]]
-    alone = derive(groups, of({(0, 20): Demand(1, 1e8)}, slots={"s": 2}), {})
+    alone = derive(groups, of({(0, 20): AllReduceDemand(1, 1e8)}, slots={"s": 2}), {})
     assert alone[0, 20] == 1
-    both = of({(0, 20): Demand(1, 1e8), (1, 20): Demand(1, 5e8)}, slots={"s": 2})
+    both = of({(0, 20): AllReduceDemand(1, 1e8), (1, 20): AllReduceDemand(1, 5e8)}, slots={"s": 2})
     later = derive(groups, both, alone)
     assert (later[0, 20], later[1, 20]) == (1, 0)
     fresh = derive(groups, both, {})

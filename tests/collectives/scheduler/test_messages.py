@@ -7,8 +7,6 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvroute_engine.agent.reports import AgentKind, AgentName, Report, Table
-from kvroute_engine.agent.schemes import SCHEMES
 
 from kvroute.types import InputError
 from kvroute_engine.agent.agents_pb2 import (
@@ -31,16 +29,20 @@ from kvroute_engine.agent.messages import (
     table_message,
     table_of,
 )
+from kvroute_engine.agent.reports import AgentKind, AgentName, AgentTable, CounterReport
+from kvroute_engine.agent.schemes import SCHEMES
 
 numbers = st.integers(0, 2**63)
 small = st.integers(0, 2**31)
 counts = st.dictionaries(st.sampled_from(SCHEMES), st.dictionaries(st.integers(0, 63), numbers, min_size=1, max_size=3))
 rules = st.builds(SchemeRule, st.sampled_from(SCHEMES), st.none() | numbers)
 tables = st.builds(
-    Table, numbers, st.dictionaries(st.text(max_size=5), st.builds(GroupEntry, numbers, st.lists(rules).map(tuple)))
+    AgentTable,
+    numbers,
+    st.dictionaries(st.text(max_size=5), st.builds(GroupEntry, numbers, st.lists(rules).map(tuple))),
 )
 reports = st.builds(
-    Report,
+    CounterReport,
     clock_s=st.floats(0, 1e9),
     ports=st.dictionaries(small, st.tuples(numbers, numbers), max_size=3),
     nvlinks=st.dictionaries(small, st.tuples(st.floats(0, 1e12), st.floats(0, 1e12)), max_size=3),
@@ -56,15 +58,15 @@ reports = st.builds(
 
 
 @given(reports)
-def test_reports_arrive_as_they_were_sent(report: Report) -> None:
-    octets = report_message(report).SerializeToString()
-    assert report_of(FromAgent.FromString(octets).report) == report
+def test_reports_arrive_as_they_were_sent(report: CounterReport) -> None:
+    content = report_message(report).SerializeToString()
+    assert report_of(FromAgent.FromString(content).report) == report
 
 
 @given(tables)
-def test_tables_arrive_as_they_were_sent(table: Table) -> None:
-    octets = table_message(table).SerializeToString()
-    assert table_of(FromScheduler.FromString(octets).table) == table
+def test_tables_arrive_as_they_were_sent(table: AgentTable) -> None:
+    content = table_message(table).SerializeToString()
+    assert table_of(FromScheduler.FromString(content).table) == table
 
 
 @pytest.mark.parametrize("kind", ["server", "switch"])

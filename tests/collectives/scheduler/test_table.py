@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvroute_engine.agent.reports import AgentName, Report
-from kvroute_engine.agent.schemes import Scheme
 from tests.collectives.scheduler.agent_clusters import cluster_of
 
 from kvroute.collectives import INA_SCHEMES
@@ -17,6 +15,8 @@ from kvroute.collectives.scheduler.tables import Tables
 from kvroute.topology import Cluster
 from kvroute.types import InputError
 from kvroute_engine.agent.files import GroupEntry, GroupTraffic, SchemeRule
+from kvroute_engine.agent.reports import AgentName, CounterReport
+from kvroute_engine.agent.schemes import Scheme
 
 CLUSTER = cluster_of(groups=2)
 """Two groups, each with two GPUs on each of three servers; together they need all 2,048 slots."""
@@ -37,7 +37,7 @@ def schemes(tables: Tables, group: str) -> set[Scheme]:
 def with_switch(cluster: Cluster = CLUSTER, slots: tuple[int, int] = (SLOTS, SLOTS)) -> Tables:
     """Return tables after a first derivation at 1 s with a switch."""
     tables = Tables(cluster, 1000)
-    tables.report(1.0, SWITCH, Report(1.0, slots=slots))
+    tables.report(1.0, SWITCH, CounterReport(1.0, slots=slots))
     tables.derive(1.0)
     return tables
 
@@ -72,10 +72,10 @@ def test_versions_increase_exactly_when_entries_change_and_all_entries_can_be_us
         done[group, exponent] = done.get((group, exponent), 0) + nbytes
         sizes = {e: n for (name, e), n in done.items() if name == group}
         all_of_it = GroupTraffic(group, 1, 0, {"ring": {e: n >> e for e, n in sizes.items()}}, {"ring": sizes})
-        tables.report(now_s, SERVER, Report(now_s, {0: (counted, 0)}, traffic=(all_of_it,)))
+        tables.report(now_s, SERVER, CounterReport(now_s, {0: (counted, 0)}, traffic=(all_of_it,)))
         if reported is not None:
             switch_s, slots = now_s, reported
-            tables.report(now_s, SWITCH, Report(now_s, slots=reported))
+            tables.report(now_s, SWITCH, CounterReport(now_s, slots=reported))
         before = dict(tables.entries)
         changed = tables.derive(now_s)
         assert changed == (tables.entries != before)
@@ -106,7 +106,7 @@ def test_a_switch_brings_aggregation_and_its_silence_ends_it() -> None:
 def test_a_switch_that_does_not_answer_is_not_used() -> None:
     """Its agent is there, but has no status of the switch."""
     tables = with_switch()
-    tables.report(2.0, SWITCH, Report(2.0, slots=None))
+    tables.report(2.0, SWITCH, CounterReport(2.0, slots=None))
     assert tables.derive(2.0)
     assert not any(schemes(tables, name) & set(INA_SCHEMES) for name in tables.entries)
 
@@ -117,11 +117,11 @@ def test_slots_of_others_are_not_given_to_groups() -> None:
     users = [name for name in tables.entries if "hierarchical-ina" in schemes(tables, name)]
     assert users == ["decode-0"]
     alone = Tables(CLUSTER, 1000)
-    alone.report(1.0, SWITCH, Report(1.0, slots=(SLOTS, 1024)))
+    alone.report(1.0, SWITCH, CounterReport(1.0, slots=(SLOTS, 1024)))
     alone.derive(1.0)
     assert [name for name in alone.entries if "hierarchical-ina" in schemes(alone, name)] == ["decode-0"]
     none = Tables(CLUSTER, 1000)
-    none.report(1.0, SWITCH, Report(1.0, slots=(SLOTS, 0)))
+    none.report(1.0, SWITCH, CounterReport(1.0, slots=(SLOTS, 0)))
     none.derive(1.0)
     assert not any(schemes(none, name) & set(INA_SCHEMES) for name in none.entries)
 
@@ -131,8 +131,8 @@ def test_groups_that_have_joined_keep_their_slots_over_a_restart_of_the_schedule
     tables = Tables(CLUSTER, 1000)
     for now_s, count in ((1.0, 0), (2.0, 5)):
         own = traffic("decode-1", count << 23, 10 + count, "hierarchical-ina")
-        tables.report(now_s, SERVER, Report(now_s, traffic=(own,)))
-        tables.report(now_s, SWITCH, Report(now_s, slots=(1024, 0)))
+        tables.report(now_s, SERVER, CounterReport(now_s, traffic=(own,)))
+        tables.report(now_s, SWITCH, CounterReport(now_s, slots=(1024, 0)))
     tables.derive(2.0)
     assert "hierarchical-ina" in schemes(tables, "decode-1")
     assert not schemes(tables, "decode-0") & set(INA_SCHEMES)
@@ -147,7 +147,7 @@ def test_background_is_what_counters_show_beyond_own_traffic() -> None:
     for now_s in (1.0, 2.0):
         sent = int(5e9 * now_s)
         own = traffic("decode-0", int(1e9 * now_s), int(100 * now_s))
-        tables.report(now_s, SERVER, Report(now_s, {1: (sent, 0)}, traffic=(own,)))
+        tables.report(now_s, SERVER, CounterReport(now_s, {1: (sent, 0)}, traffic=(own,)))
     tables.derive(2.0)
     capacity = CLUSTER.capacity_bytes_per_s[out]
     assert tables.background[out] == pytest.approx((5e9 - share * 1e9) / capacity)
@@ -158,11 +158,11 @@ def test_background_is_what_counters_show_beyond_own_traffic() -> None:
 def test_rates_of_nvlink_are_background_as_they_are() -> None:
     """250 of 300 GB/s; a later report replaces them."""
     tables = Tables(CLUSTER, 1000)
-    tables.report(1.0, SERVER, Report(1.0, nvlinks={2: (2.5e11, 0.0)}))
+    tables.report(1.0, SERVER, CounterReport(1.0, nvlinks={2: (2.5e11, 0.0)}))
     tables.derive(1.0)
     assert tables.background.max() == pytest.approx(2.5 / 3)
     assert (tables.background > 0).sum() == 1
-    tables.report(2.0, SERVER, Report(2.0))
+    tables.report(2.0, SERVER, CounterReport(2.0))
     tables.derive(2.0)
     assert tables.background.max() == 0.0
 
@@ -172,8 +172,8 @@ def test_other_traffic_on_nvlink_moves_a_group_to_the_scheme_that_uses_it_less()
     tables = with_switch(cluster_of())
     assert tables.entries["decode-0"].rules[-1].scheme == "hierarchical-ina"
     busy = dict.fromkeys((0, 1, 2, 3), (290000000000.0, 290000000000.0))
-    tables.report(2.0, SERVER, Report(2.0, nvlinks=busy))
-    tables.report(2.0, SWITCH, Report(2.0, slots=(SLOTS, SLOTS)))
+    tables.report(2.0, SERVER, CounterReport(2.0, nvlinks=busy))
+    tables.report(2.0, SWITCH, CounterReport(2.0, slots=(SLOTS, SLOTS)))
     tables.derive(2.0)
     assert tables.entries["decode-0"].rules == (SchemeRule("ina"),)
 
@@ -181,7 +181,7 @@ def test_other_traffic_on_nvlink_moves_a_group_to_the_scheme_that_uses_it_less()
 def test_silent_servers_have_neither_demand_nor_background() -> None:
     tables = Tables(CLUSTER, 1000)
     for now_s in (1.0, 2.0):
-        tables.report(now_s, SERVER, Report(now_s, {0: (int(5e9 * now_s), 0)}))
+        tables.report(now_s, SERVER, CounterReport(now_s, {0: (int(5e9 * now_s), 0)}))
     tables.derive(2.0)
     assert tables.background.max() > 0.3
     tables.derive(2.1 + tables.silent_s)
@@ -192,10 +192,10 @@ def test_traffic_counts_only_from_the_server_of_rank_0() -> None:
     """Old files on other servers, and groups that the cluster does not have, are ignored."""
     tables = Tables(CLUSTER, 1000)
     old = GroupTraffic("decode-0", 1, 77, {}, {})
-    tables.report(1.0, AgentName("server", "a1"), Report(1.0, traffic=(old,)))
-    tables.report(1.0, SERVER, Report(1.0, traffic=(GroupTraffic("gone", 1, 78, {}, {}),)))
+    tables.report(1.0, AgentName("server", "a1"), CounterReport(1.0, traffic=(old,)))
+    tables.report(1.0, SERVER, CounterReport(1.0, traffic=(GroupTraffic("gone", 1, 78, {}, {}),)))
     assert tables.versions_in_use() == {}
-    tables.report(2.0, SERVER, Report(2.0, traffic=(old,)))
+    tables.report(2.0, SERVER, CounterReport(2.0, traffic=(old,)))
     assert tables.versions_in_use() == {"decode-0": 77}
 
 
@@ -225,6 +225,6 @@ def test_names_and_ports_that_the_cluster_does_not_have_are_errors() -> None:
     with pytest.raises(InputError, match="rack-of-3 has no rack, pod or datacenter 'a0'; use one of: access"):
         tables.check(AgentName("switch", "a0"))
     with pytest.raises(InputError, match="server a0: port 4 is not in the cluster file; it has 4; change --nic"):
-        tables.report(1.0, SERVER, Report(1.0, {4: (1, 1)}))
+        tables.report(1.0, SERVER, CounterReport(1.0, {4: (1, 1)}))
     with pytest.raises(InputError, match="server a0: GPU 9 is not in the cluster file"):
-        tables.report(1.0, SERVER, Report(1.0, nvlinks={9: (1.0, 1.0)}))
+        tables.report(1.0, SERVER, CounterReport(1.0, nvlinks={9: (1.0, 1.0)}))

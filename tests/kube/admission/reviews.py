@@ -11,13 +11,13 @@ from typing import Any
 import aiohttp
 from tests.kube.resources.router_examples import Manifest
 
-from kvroute.kube.admission.certificates import Pair, issue
-from kvroute.kube.admission.injection import InjectionSettings
+from kvroute.kube.admission.certificates import CertificatePair, issue
+from kvroute.kube.admission.injection import InjectionSpec
 from kvroute.kube.admission.server import WebhookServer
-from kvroute.kube.admission.validation import ClusterView
+from kvroute.kube.admission.validation import AdmissionView
 
 PLURALS = {"KvRouter": "kvrouters", "ClusterTopology": "clustertopologies", "Pod": "pods", "Deployment": "deployments"}
-SETTINGS = InjectionSettings(image="registry.example/kvroute:1")
+SETTINGS = InjectionSpec(image="registry.example/kvroute:1")
 NAME = "localhost"
 
 
@@ -79,7 +79,7 @@ def patched(obj: Manifest, patch: list[Manifest]) -> Manifest:
     return result
 
 
-async def answers(view: ClusterView | None, *calls: tuple[str, Manifest]) -> list[Manifest]:
+async def answers(view: AdmissionView | None, *calls: tuple[str, Manifest]) -> list[Manifest]:
     """Send reviews to a server that has this view; return each `response`, or the status and text of an error."""
     pair = issue([NAME], time.time())
     server = WebhookServer(lambda: view, SETTINGS, pair)
@@ -96,7 +96,7 @@ async def answers(view: ClusterView | None, *calls: tuple[str, Manifest]) -> lis
     return found
 
 
-def trusting(pair: Pair) -> aiohttp.ClientSession:
+def trusting(pair: CertificatePair) -> aiohttp.ClientSession:
     """Return a client that trusts only the CA of this certificate."""
     context = ssl.create_default_context(cadata=pair.ca.decode())
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context))

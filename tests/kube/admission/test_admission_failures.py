@@ -10,20 +10,20 @@ import pytest
 from tests.kube.admission.reviews import answers, engine_pod, message, review
 from tests.kube.resources.router_examples import Manifest, constrained, router, topology
 
-from kvroute.kube.admission.validation import CONSTRAINT_ANNOTATION, ClusterView
+from kvroute.kube.admission.validation import CONSTRAINT_ANNOTATION, AdmissionView
 from kvroute.kube.resources import ClusterTopologySpec, read_grove_levels, read_spec
 from kvroute.kube.resources.resolution import Catalog
 from kvroute.serve.config.preflight import deployment_of
 
 CLUSTER = read_spec(topology(), ClusterTopologySpec)
-OWN = ClusterView(Catalog(own={"cluster": CLUSTER}))
-GROVE = ClusterView(
+OWN = AdmissionView(Catalog(own={"cluster": CLUSTER}))
+GROVE = AdmissionView(
     Catalog(grove={"cluster": read_grove_levels({"spec": {"levels": [{"domain": "rack", "key": "nvidia.com/rack"}]}})})
 )
 FIELD = "spec.kvCacheTransferTopology"
 
 
-def judged(view: ClusterView | None, *reviews: Manifest) -> list[Manifest]:
+def judged(view: AdmissionView | None, *reviews: Manifest) -> list[Manifest]:
     """Send reviews to the validating webhook."""
     return asyncio.run(answers(view, *[("validate", body) for body in reviews]))
 
@@ -53,7 +53,7 @@ def _served(text: str) -> None:
 
 def test_row_1_grove_is_not_installed() -> None:
     """Neither Grove's nor kvroute's ClusterTopology can be read."""
-    [response] = judged(ClusterView(), review("CREATE", constrained()))
+    [response] = judged(AdmissionView(), review("CREATE", constrained()))
     assert message(response) == (
         f"{FIELD}.clusterTopologyName: the cluster has no resource ClusterTopology, neither kvroute's nor Grove's; "
         "install the CustomResourceDefinitions of kvroute or Grove, or use label instead"
@@ -61,8 +61,8 @@ def test_row_1_grove_is_not_installed() -> None:
 
 
 def test_row_2_the_topology_does_not_exist() -> None:
-    view = ClusterView(Catalog(own={"clusters": CLUSTER}, grove={}))
-    empty = ClusterView(Catalog(own={}))
+    view = AdmissionView(Catalog(own={"clusters": CLUSTER}, grove={}))
+    empty = AdmissionView(Catalog(own={}))
     [response], [alone] = judged(view, review("CREATE", constrained())), judged(empty, review("CREATE", constrained()))
     expected = f"{FIELD}.clusterTopologyName: the ClusterTopology 'cluster' does not exist; did you mean 'clusters'?"
     assert message(response) == expected
@@ -72,7 +72,7 @@ def test_row_2_the_topology_does_not_exist() -> None:
 
 
 @pytest.mark.parametrize("view", [OWN, GROVE])
-def test_row_3_the_level_is_no_domain_of_the_topology(view: ClusterView) -> None:
+def test_row_3_the_level_is_no_domain_of_the_topology(view: AdmissionView) -> None:
     [response] = judged(view, review("CREATE", constrained("rak")))
     assert message(response) == (
         f"{FIELD}.level: 'rak' is no domain of the ClusterTopology 'cluster'; did you mean 'rack'?"
@@ -102,12 +102,12 @@ def test_row_5_an_explicit_label_skips_the_checks() -> None:
     other = constrained("hall", clusterTopologyName=None, label="example.com/hall", place="pod")
     assert [
         response["allowed"]
-        for response in judged(ClusterView(), *[review("CREATE", each) for each in (explicit, other)])
+        for response in judged(AdmissionView(), *[review("CREATE", each) for each in (explicit, other)])
     ]
 
 
 @pytest.mark.parametrize("view", [OWN, GROVE])
-def test_a_level_of_a_topology_is_allowed(view: ClusterView) -> None:
+def test_a_level_of_a_topology_is_allowed(view: AdmissionView) -> None:
     """Grove's topologies are as good as kvroute's."""
     new = [constrained(mismatchPolicy=policy) for policy in ("fail", "fallback", "required", "preferred")]
     new += [router(), _weighted("soft-topology"), _weighted("foresight-joint")]
@@ -162,7 +162,7 @@ def test_several_faults_are_reported_at_once() -> None:
 
 def test_a_topology_in_use_keeps_its_level() -> None:
     """It can be deleted, or lose a level, only when no KvRouter uses that any more."""
-    used = ClusterView(Catalog(own={"cluster": CLUSTER}), (constrained("rack"), router("other")))
+    used = AdmissionView(Catalog(own={"cluster": CLUSTER}), (constrained("rack"), router("other")))
     without = topology(zone="topology.kubernetes.io/zone")
     more = topology(zone="topology.kubernetes.io/zone", rack="example.com/other")
     calls = [review("DELETE", topology()), review("UPDATE", without, topology()), review("UPDATE", more, topology())]
@@ -184,7 +184,7 @@ def test_a_router_whose_topology_has_gone_can_be_deleted() -> None:
         review("DELETE", old),
         review("UPDATE", constrained("zone"), old),
     ]
-    assert [response["allowed"] for response in judged(ClusterView(), *calls)] == [True, True, False]
+    assert [response["allowed"] for response in judged(AdmissionView(), *calls)] == [True, True, False]
 
 
 def test_subresources_and_deleted_engines_pass() -> None:

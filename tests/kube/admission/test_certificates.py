@@ -25,7 +25,7 @@ from kvroute.kube.admission.certificates import (
     webhook_names,
 )
 from kvroute.kube.admission.server import WebhookServer
-from kvroute.kube.admission.validation import ClusterView
+from kvroute.kube.admission.validation import AdmissionView
 from kvroute.types import InputError
 
 NAMES = webhook_names("kvroute-webhook", "kvroute-system")
@@ -102,7 +102,7 @@ def test_a_server_changes_its_certificate_without_a_restart() -> None:
 
     async def scenario() -> None:
         old, new = issue([NAME], time.time()), issue([NAME], time.time())
-        server = WebhookServer(ClusterView, SETTINGS, old)
+        server = WebhookServer(AdmissionView, SETTINGS, old)
         port = await server.start("127.0.0.1", 0)
         url = f"https://{NAME}:{port}/readyz"
         try:

@@ -13,7 +13,7 @@ import yaml
 from tests.kube.admission.reviews import answers, review
 from tests.kube.resources.router_examples import topology
 
-from kvroute.kube.admission.validation import ClusterView
+from kvroute.kube.admission.validation import AdmissionView
 from kvroute.kube.resources import ClusterTopologySpec, read_spec
 from kvroute.kube.resources.resolution import Catalog
 from kvroute.serve.config.preflight import deployment_of
@@ -42,6 +42,6 @@ def served(text: str) -> None:
 def test_it_is_admitted(manifest: dict[str, Any]) -> None:
     """Its topology has the levels of docs/kubernetes-operator.md."""
     levels = read_spec(topology(zone="x/zone", block="x/block", rack="x/rack"), ClusterTopologySpec)
-    view = ClusterView(Catalog(own={"cluster": levels}), check_file=served)
+    view = AdmissionView(Catalog(own={"cluster": levels}), check_file=served)
     [response] = asyncio.run(answers(view, ("validate", review("CREATE", manifest))))
     assert response["allowed"], response["status"]["message"]

@@ -13,13 +13,13 @@ from tests.kube.resources.router_examples import Manifest, constrained, router, 
 
 from kvroute.kube.admission.injection import INIT_CONTAINER, MOUNTED_AT, VOLUME, inject
 from kvroute.kube.admission.review import AdmissionRequest, GroupVersionKind
-from kvroute.kube.admission.validation import ClusterView
+from kvroute.kube.admission.validation import AdmissionView
 from kvroute.kube.resources import ClusterTopologySpec, read_spec
 from kvroute.kube.resources.resolution import Catalog
-from kvroute_engine.topology_labels import WorkerSettings
+from kvroute_engine.topology_labels import TopologyWorkerSpec
 
 CATALOG = Catalog(own={"cluster": read_spec(topology(), ClusterTopologySpec)})
-VIEW = ClusterView(CATALOG, (constrained("rack", mismatchPolicy="fallback"),))
+VIEW = AdmissionView(CATALOG, (constrained("rack", mismatchPolicy="fallback"),))
 
 
 def request(pod: Manifest, operation: str = "CREATE") -> AdmissionRequest:
@@ -28,7 +28,7 @@ def request(pod: Manifest, operation: str = "CREATE") -> AdmissionRequest:
     return AdmissionRequest(uid="1", kind=kind, operation=operation, namespace="serving", object=pod)
 
 
-def created(pod: Manifest, view: ClusterView = VIEW) -> tuple[Manifest, list[str]]:
+def created(pod: Manifest, view: AdmissionView = VIEW) -> tuple[Manifest, list[str]]:
     """Create a pod through the webhook over HTTPS; return it and the warnings."""
     [response] = asyncio.run(answers(view, ("mutate", review("CREATE", pod))))
     return patched(pod, patch_of(response)), response.get("warnings", [])
@@ -104,7 +104,7 @@ def test_the_parts_of_an_injection() -> None:
     assert waiting["command"] == ["kvroute", "kube", "run-worker", "--wait"]
     assert waiting["securityContext"]["runAsNonRoot"]
     environment = {item["name"]: item["value"] for item in waiting["env"]}
-    read = WorkerSettings.read(environment)
+    read = TopologyWorkerSpec.read(environment)
     assert (read.enabled, read.level, read.policy, str(read.folder)) == (True, "rack", "fallback", MOUNTED_AT)
     assert environment["DYN_ROUTER_KV_TRANSFER_TOPOLOGY_LEVEL"] == environment["DYN_KV_TRANSFER_DOMAIN"] == "rack"
     assert environment["DYN_ROUTER_KV_TRANSFER_MISMATCH_POLICY"] == "fallback"
@@ -124,7 +124,7 @@ def test_an_annotation_limits_it_to_the_container_of_the_engine() -> None:
 
 def test_an_explicit_label_projects_one_level() -> None:
     explicit = constrained("zone", clusterTopologyName=None, label="topology.kubernetes.io/zone")
-    pod, _ = created(engine_pod(), ClusterView(Catalog(), (explicit,)))
+    pod, _ = created(engine_pod(), AdmissionView(Catalog(), (explicit,)))
     assert [item["path"] for item in pod["spec"]["volumes"][0]["downwardAPI"]["items"]] == ["zone"]
 
 
@@ -144,19 +144,19 @@ def test_pods_that_stay_as_they_are() -> None:
         engine_pod(namespace="elsewhere"),
     ]
     assert [created(pod) for pod in untouched] == [(pod, []) for pod in untouched]
-    assert created(engine_pod(), ClusterView(CATALOG, (router(),))) == (engine_pod(), [])
+    assert created(engine_pod(), AdmissionView(CATALOG, (router(),))) == (engine_pod(), [])
     assert inject(request(engine_pod(), "UPDATE"), VIEW, SETTINGS).patch == ()
 
 
 def test_a_router_that_cannot_be_resolved_gives_a_warning() -> None:
     """Pods are created all the same; the next KvRouter of the list that can be resolved counts."""
-    broken = ClusterView(CATALOG, (constrained("hall"),))
+    broken = AdmissionView(CATALOG, (constrained("hall"),))
     pod, warnings = created(engine_pod(), broken)
     assert pod == engine_pod()
     assert len(warnings) == 1
     assert "KvRouter serving/chat" in warnings[0]
     second = constrained("rack")
     second["metadata"] = second["metadata"] | {"name": "second"}
-    pod, warnings = created(engine_pod(), ClusterView(CATALOG, (second, constrained("hall"))))
+    pod, warnings = created(engine_pod(), AdmissionView(CATALOG, (second, constrained("hall"))))
     assert names(pod["spec"]["volumes"]) == [VOLUME]
     assert len(warnings) == 1

@@ -22,13 +22,13 @@ from kvroute.kube.admission.certificates import issue
 from kvroute.kube.admission.injection import inject
 from kvroute.kube.admission.review import read_review, response_body
 from kvroute.kube.admission.server import WebhookServer
-from kvroute.kube.admission.validation import ClusterView, validate
+from kvroute.kube.admission.validation import AdmissionView, validate
 from kvroute.kube.resources import ClusterTopologySpec, read_spec
 from kvroute.kube.resources.resolution import Catalog
 from kvroute.types import InputError
 from kvroute_engine.timed_connection import ConnectionLimits
 
-VIEW = ClusterView(Catalog(own={"cluster": read_spec(topology(), ClusterTopologySpec)}), (constrained("rack"),))
+VIEW = AdmissionView(Catalog(own={"cluster": read_spec(topology(), ClusterTopologySpec)}), (constrained("rack"),))
 BODY = json.dumps(review("CREATE", constrained())).encode()
 HEAD = b"POST /validate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n" % len(BODY)
 QUICK = ConnectionLimits(request_s=0.2, idle_s=0.2)

@@ -15,10 +15,10 @@ from tests.kube.resources.router_examples import Manifest
 
 from kvroute.kube.admission.injection import VOLUME, inject
 from kvroute.kube.admission.review import read_review
-from kvroute.kube.admission.validation import CONSTRAINT_ANNOTATION, ClusterView, validate
+from kvroute.kube.admission.validation import CONSTRAINT_ANNOTATION, AdmissionView, validate
 from kvroute.kube.discovery.labels import ROLE, ROLE_ALIASES
 from kvroute.kube.operator.gateway_objects import wanted_objects
-from kvroute.kube.operator.observed import Observed, OperatorSettings
+from kvroute.kube.operator.observed import Observed, OperatorSpec
 from kvroute.kube.operator.rights import IMPLIED, NAMED, RIGHTS
 from kvroute.kube.resources import ClusterTopologySpec, KvRouterSpec, read_spec
 from kvroute.kube.resources.engines import role_of
@@ -93,7 +93,7 @@ def test_rights_are_limited_to_names_where_that_is_possible() -> None:
 
 def test_gateways_read_pods_and_nodes_only() -> None:
     """The operator binds these two roles, by the names of its settings."""
-    names = {field.name: field.default for field in dataclasses.fields(OperatorSettings)}
+    names = {field.name: field.default for field in dataclasses.fields(OperatorSpec)}
     assert granted("ClusterRole", str(names["gateway_role"])) == {("", "pods"): {"list", "watch"}}
     assert granted("ClusterRole", str(names["nodes_role"])) == {("", "nodes"): {"list", "watch"}}
 
@@ -157,7 +157,7 @@ def test_versions_agree() -> None:
 def test_examples_are_admitted_and_injected(path: Path) -> None:
     """Every object passes the webhook; the KvRouter selects engines of both phases; each gets its topology files."""
     [router, *workloads] = read(path)
-    view = ClusterView(CATALOG, (router,))
+    view = AdmissionView(CATALOG, (router,))
     roles = []
     for obj in (TOPOLOGY, router, *workloads):
         assert validate(read_review(_body(obj)), view).problems == ()
@@ -183,7 +183,7 @@ def test_objects_of_gateways_are_valid(path: Path, version: str) -> None:
         spec = read_spec(given, KvRouterSpec)
         assert spec.kv_cache_transfer_topology is not None
         resolved = resolve(spec.kv_cache_transfer_topology, CATALOG)
-        observed = Observed(OperatorSettings(image="kvroute:1"), service_monitors=True)
+        observed = Observed(OperatorSpec(image="kvroute:1"), service_monitors=True)
         made = wanted_objects(given, spec, resolved, observed)
         assert {obj["kind"]: found for obj in made if (found := problems(dict(obj), version))} == {}
         [deployment] = [obj for obj in made if obj["kind"] == "Deployment"]

@@ -12,9 +12,9 @@ from tests.kube.resources.router_examples import Manifest
 
 from kvroute.kube.operator.actions import Action, Apply, Delete, Emit, PatchMetadata, SetStatus
 from kvroute.kube.operator.gateway_objects import KINDS
-from kvroute.kube.operator.observed import Observed, OperatorSettings, Ref, ref_of
+from kvroute.kube.operator.observed import Observed, OperatorSpec, Ref, ref_of
 
-SETTINGS = OperatorSettings(image="registry.example/kvroute:1")
+SETTINGS = OperatorSpec(image="registry.example/kvroute:1")
 _OWNED = {kind for _, kind in KINDS} | {"ClusterRoleBinding"}
 
 

@@ -17,8 +17,8 @@ from tests.kube.resources.router_examples import Manifest
 from tests.waiting import PATIENCE_S
 
 from kvroute.kube.api.informer import Timing
-from kvroute.kube.operator.driver import DriverSettings, OperatorDriver
-from kvroute.kube.operator.observed import OperatorSettings
+from kvroute.kube.operator.driver import OperatorDriver, OperatorDriverSpec
+from kvroute.kube.operator.observed import OperatorSpec
 from kvroute.kube.operator.rights import (
     BINDINGS,
     EVENTS,
@@ -31,16 +31,18 @@ from kvroute.kube.operator.rights import (
     SECRETS,
     TOPOLOGIES,
     VALIDATING,
-    Kind,
+    ResourceKind,
 )
 
 NAMESPACE = "kvroute-system"
 GATEWAY_TOKEN = "gateway"
 """Token of the service account of the gateway of the KvRouter `chat`."""
-NAMESPACES = Kind("v1", "Namespace", "namespaces", namespaced=False)
-CRDS = Kind("apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourcedefinitions", namespaced=False)
-ROLES = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
-CLUSTER_ROLES = Kind("rbac.authorization.k8s.io/v1", "ClusterRole", "clusterroles", namespaced=False)
+NAMESPACES = ResourceKind("v1", "Namespace", "namespaces", namespaced=False)
+CRDS = ResourceKind(
+    "apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourcedefinitions", namespaced=False
+)
+ROLES = ResourceKind("rbac.authorization.k8s.io/v1", "Role", "roles")
+CLUSTER_ROLES = ResourceKind("rbac.authorization.k8s.io/v1", "ClusterRole", "clusterroles", namespaced=False)
 KINDS = {
     kind.kind: kind
     for kind in (
@@ -130,8 +132,10 @@ class Rig:
         """Run an operator with the rights of deploy/kustomize."""
         given: dict[str, Any] = {"port": None, "renew_s": 0.1, "resync_s": 0.5, "quiet_s": 0.01, "absent_s": 0.5}
         given |= {"timing": TIMING} | settings
-        image = OperatorSettings(image="registry.example/kvroute:1", namespace=NAMESPACE)
-        driver = OperatorDriver(self.connect_as("operator"), DriverSettings(operator=image, identity=identity, **given))
+        image = OperatorSpec(image="registry.example/kvroute:1", namespace=NAMESPACE)
+        driver = OperatorDriver(
+            self.connect_as("operator"), OperatorDriverSpec(operator=image, identity=identity, **given)
+        )
         running = asyncio.create_task(driver.run())
         try:
             yield driver
@@ -210,5 +214,5 @@ def open_definition(group: str, version: str, kind: str, plural: str = "", scope
     }
 
 
-async def _served(rig: Rig, kind: Kind) -> bool:
+async def _served(rig: Rig, kind: ResourceKind) -> bool:
     return (await rig.admin.get(kind.path())).status_code == 200

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.kube.operator.election import DURATION_S, GIVE_UP_S, RENEW_S, Candidate, Create, Update, micro_time
+from kvroute.kube.operator.election import DURATION_S, GIVE_UP_S, RENEW_S, Create, LeaderCandidate, Update, micro_time
 
 CLOCK_S = 1.8e9
 
@@ -38,7 +38,7 @@ class LeaseStore:
         self.lease = {"spec": dict(spec), "version": self.version}
 
 
-def attempt(candidate: Candidate, store: LeaseStore, now: float, *, answer: bool = True) -> None:
+def attempt(candidate: LeaderCandidate, store: LeaseStore, now: float, *, answer: bool = True) -> None:
     """Let a candidate read and write; without `answer` its write succeeds, but it does not learn that."""
     read = store.lease
     done = store.write(read, candidate.step(read, now, CLOCK_S + now))
@@ -55,7 +55,7 @@ EVENTS = st.lists(
 @given(events=EVENTS)
 def test_never_two_leaders(events: list[tuple[int, float, str]]) -> None:
     """Candidates come in any order with any pauses; reads may be old when they write, and answers may get lost."""
-    candidates = [Candidate(name) for name in "abc"]
+    candidates = [LeaderCandidate(name) for name in "abc"]
     store, now = LeaseStore(), 0.0
     old: list[dict[str, Any] | None] = [None, None, None]
     for index, pause_s, kind in events:
@@ -75,7 +75,7 @@ def test_never_two_leaders(events: list[tuple[int, float, str]]) -> None:
 
 def test_a_leader_that_is_killed_is_replaced_after_the_duration() -> None:
     """The other operator measures the time itself: the times in the Lease are those of another clock."""
-    store, one, two = LeaseStore(), Candidate("one"), Candidate("two")
+    store, one, two = LeaseStore(), LeaderCandidate("one"), LeaderCandidate("two")
     attempt(one, store, 0.0)
     attempt(one, store, RENEW_S)
     now = RENEW_S
@@ -88,7 +88,7 @@ def test_a_leader_that_is_killed_is_replaced_after_the_duration() -> None:
 
 
 def test_a_leader_that_ends_is_replaced_at_once() -> None:
-    store, one, two = LeaseStore(), Candidate("one"), Candidate("two")
+    store, one, two = LeaseStore(), LeaderCandidate("one"), LeaderCandidate("two")
     attempt(one, store, 0.0)
     assert store.write(store.lease, one.release(store.lease, CLOCK_S))
     assert not store.write(store.lease, two.release(store.lease, CLOCK_S)), "it gives up only its own"
@@ -98,7 +98,7 @@ def test_a_leader_that_ends_is_replaced_at_once() -> None:
 
 def test_a_leader_without_renewal_stops() -> None:
     """It stops before another one may begin."""
-    store, one = LeaseStore(), Candidate("one")
+    store, one = LeaseStore(), LeaderCandidate("one")
     attempt(one, store, 0.0)
     assert one.leads(GIVE_UP_S - 0.001)
     assert not one.leads(GIVE_UP_S)

@@ -22,7 +22,7 @@ from kvroute.kube.resources.resolution import Catalog, resolve
 from kvroute.policies.constraint import TopologyConstraint
 from kvroute.serve.config.preflight import deployment_of
 from kvroute.serve.lifecycle.deployment import Deployment
-from kvroute.topology.reading.discovery import specimen
+from kvroute.topology.reading.discovery import template_cluster
 
 EXAMPLES = sorted(path for path in (DEPLOY / "examples").glob("*.yaml") if path.name != "topology.yaml")
 [TOPOLOGY] = read(DEPLOY / "examples/topology.yaml")
@@ -133,7 +133,7 @@ def test_every_valid_spec_gives_a_file_that_is_accepted(spec: dict[str, Any]) ->
     assert settings.policy == given.policy
     size = given.defaults.tp * given.defaults.pp
     if size <= given.network.node.gpus:
-        assert {instance.batch_max for instance in specimen(cluster).instances} == {given.defaults.batch_max}
+        assert {instance.batch_max for instance in template_cluster(cluster).instances} == {given.defaults.batch_max}
 
 
 @pytest.mark.parametrize(

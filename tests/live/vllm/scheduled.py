@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvroute_engine.agent.schemes import Scheme
-
 from kvroute_engine.agent.files import (
     TABLE,
     GroupEntry,
@@ -16,6 +14,7 @@ from kvroute_engine.agent.files import (
     replace_file,
     traffic_path,
 )
+from kvroute_engine.agent.schemes import Scheme
 
 GROUP = "decode-0"
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from bench.all_reduce.star import Star, star, start_rank, switch, xdp
-from kvroute_engine.agent.schemes import Scheme
 from tests.live.vllm.conftest import BIN, HERE
 from tests.live.vllm.scheduled import GROUP, in_use, put, used
 from tests.waiting import until
+
+from kvroute_engine.agent.schemes import Scheme
 
 pytestmark = [pytest.mark.live, pytest.mark.usefixtures("all_reduce_components"), pytest.mark.timeout(600)]
 

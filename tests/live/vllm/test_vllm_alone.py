@@ -77,7 +77,7 @@ def complete(gateway: Gateway, tokens: list[int], stream: bool) -> list[int]:
 def test_short_and_cached_prompts_go_to_a_decode_server(pair: Pair, tmp_path: Path, stream: bool) -> None:
     """The prefill server computes the long prompt once and nothing else; all tokens are those of a single server."""
     short, long = prompt(20, seed=9_100 + stream), prompt(LONG, seed=9_200 + stream)
-    with serving(pair, tmp_path, text_of(pair, alone=1)) as gateway:
+    with serving(pair, tmp_path, text_of(pair, aggregated=1)) as gateway:
         all_up(gateway, pair)
         moved, computed = pulled(pair), pair.prefill.metric("vllm:prompt_tokens_total")
         assert complete(gateway, short, stream) == alone(pair, short)

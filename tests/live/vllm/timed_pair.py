@@ -29,7 +29,7 @@ from tests.live.vllm.gateway_rig import prompt, running, until
 from kvroute.load import TimedRequest, replay_trace
 from kvroute.serve.config.preflight import deployment_of
 from kvroute.sim.run import simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.types import FloatArray
 from kvroute_engine.files.units import duration_s
@@ -291,7 +291,7 @@ def predicted(text: str, trace: Trace) -> Times:
     """Simulate the trace on a cluster file, with the router of its gateway."""
     cluster, settings = deployment_of(text, "timed", embedded=False)
     spec = msgspec.structs.replace(settings.control_spec(), cache_block_tokens=0)
-    outcomes = simulate(cluster, trace, spec, SimSettings(telemetry="none")).outcomes
+    outcomes = simulate(cluster, trace, spec, SimSpec(telemetry="none")).outcomes
     steps = outcomes.output_tokens - 1
     tpot_s = (outcomes.finished_s - outcomes.first_token_s) / np.where(steps > 0, steps, np.nan)
     seconds = float(outcomes.finished_s.max()) - trace.requests[0].at_s
@@ -362,7 +362,7 @@ def _mean(one: Any, other: Any, share: float) -> Any:
     return f"{seconds * 1e6:.9g} us"
 
 
-def played(url: str, trace: Trace, seed: int) -> Times:
+def send_trace(url: str, trace: Trace, seed: int) -> Times:
     """Send the trace to a gateway and wait for all responses. Args: `seed` is for the prompts."""
     requests = [_request(traced, seed + number) for number, traced in enumerate(trace.requests)]
     answers = uvloop.run(replay_trace(url, requests))
@@ -402,5 +402,5 @@ def capacity_per_s(text: str, requests: int = 200, seed: int = 0) -> float:
 def gateway_of(text: str, folder: Path) -> Iterator[str]:
     """Run `kvroute serve` with a cluster file, on the first core; yield its URL."""
     with on_core(0), running("serve", text, folder, "--port", "0") as (_, addresses):
-        played(addresses["url"], trace_of(4, 4.0, seed=77), seed=77_000)
+        send_trace(addresses["url"], trace_of(4, 4.0, seed=77), seed=77_000)
         yield addresses["url"]

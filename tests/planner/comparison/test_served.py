@@ -15,13 +15,13 @@ from tests.examples import EXAMPLES
 from tests.serve.every_setting import every_setting, leaves
 
 from kvroute.control import ControlSpec
-from kvroute.planner.comparison.served import GatewayAdmission, ServedFile, Service, served_file
+from kvroute.planner.comparison.served import GatewayAdmission, GrantedService, ServedFile, served_file
 from kvroute.serve.config.modelled import effect_of, not_modelled, simulated_spec
 from kvroute.serve.config.settings import GatewaySettings
 from kvroute.serve.lifecycle.deployment import Deployment
 from kvroute.serve.proxy.admission.admission import AdmissionLimits
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import load, parse
 
@@ -29,7 +29,7 @@ SMALL = (EXAMPLES / "small.yaml").read_text()
 SECTIONS: dict[str, Any] = {
     "nothing": {},
     "policy and parameters": {"policy": "cla", "parameters": {"cache_weight": 2, "load_weight": 0.5}},
-    "parameters of the default": {"parameters": {"alone": 0, "joint_width": 2}},
+    "parameters of the default": {"parameters": {"aggregated": 0, "joint_width": 2}},
     "shadow": {"shadow": "netkv"},
     "prefill": {"prefill": "round-robin"},
     "constraint": {"constraint": "rack:preferred:0.5"},
@@ -114,17 +114,17 @@ def burst(count: int, every_s: float = 0.0) -> Trace:
     return Trace("burst", tuple(TracedRequest(place * every_s, 2_000, 4, (), 16) for place in range(count)))
 
 
-def ran(service: Service, trace: Trace, spec: ControlSpec | None = None) -> Run:
+def ran(service: GrantedService, trace: Trace, spec: ControlSpec | None = None) -> Run:
     cluster = load(EXAMPLES / "small.yaml")
     spec = spec or ControlSpec(decode="netkv", overcommit=True)
-    return simulate(cluster, trace, spec, SimSettings(), tenancy=service.tenancy(len(trace.requests)))
+    return simulate(cluster, trace, spec, SimSpec(), tenancy=service.tenancy(len(trace.requests)))
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 12))
 def test_of_a_burst_as_many_are_served_as_fit_in_flight_and_in_the_queue(
     count: int, in_flight: int, queue: int
 ) -> None:
-    run = ran(Service(AdmissionLimits(in_flight, queue, 1e6)), burst(count))
+    run = ran(GrantedService(AdmissionLimits(in_flight, queue, 1e6)), burst(count))
     served = min(count, in_flight + queue)
     assert (run.summary.requests.finished, run.summary.requests.rejected) == (served, count - served)
     assert run.summary.reject_reason == (None if served == count else "the gateway is full")
@@ -132,7 +132,7 @@ def test_of_a_burst_as_many_are_served_as_fit_in_flight_and_in_the_queue(
 
 def test_a_request_that_waits_too_long_is_refused() -> None:
     """One at a time takes about 0.26 s: of ten waiting ones only those that start within a second are served."""
-    run = ran(Service(AdmissionLimits(1, 100, 1.0)), burst(11))
+    run = ran(GrantedService(AdmissionLimits(1, 100, 1.0)), burst(11))
     assert 3 <= run.summary.requests.finished <= 6
     assert run.summary.requests.finished + run.summary.requests.rejected == 11
     assert run.summary.reject_reason == "the gateway is full: the request waited 1 s in the queue"
@@ -141,14 +141,14 @@ def test_a_request_that_waits_too_long_is_refused() -> None:
 def test_the_wait_for_admission_counts_in_the_limit_on_the_first_token() -> None:
     """Requests that have waited longer than their limit are refused when their turn comes, a thousand in one go."""
     spec = ControlSpec(decode="netkv", overcommit=True, predicts=True)
-    run = ran(Service(AdmissionLimits(1, 2_000, 1e6), ttft_max_s=0.6), burst(1_500), spec)
+    run = ran(GrantedService(AdmissionLimits(1, 2_000, 1e6), ttft_max_s=0.6), burst(1_500), spec)
     assert 1 <= run.summary.requests.finished <= 3
     assert run.summary.requests.finished + run.summary.requests.rejected == 1_500
     assert "the first token is expected" in (run.summary.reject_reason or "")
 
 
 def test_a_request_waits_for_its_turn_no_longer_than_the_limit() -> None:
-    service = Service(AdmissionLimits(2048, 512, 0.5), work_s=0.2)
+    service = GrantedService(AdmissionLimits(2048, 512, 0.5), work_s=0.2)
     run = ran(service, burst(40), ControlSpec(decode="netkv", overcommit=True, predicts=True))
     assert 0 < run.summary.requests.rejected < 40
     assert "has waited too long for its turn" in (run.summary.reject_reason or "")
@@ -167,5 +167,5 @@ def test_a_prompt_that_no_instance_can_hold_is_rejected(policy: str) -> None:
     text = (EXAMPLES / "small.yaml").read_text().replace("180 GB", "10 GB")
     spec = msgspec.structs.replace(simulated_spec(GatewaySettings()), decode=policy)
     rows = tuple(TracedRequest(10.0 * index, tokens, 10, (), 16) for index, tokens in enumerate((30_000, 40_000)))
-    requests = simulate(parse(text), Trace("two", rows), spec, SimSettings()).summary.requests
+    requests = simulate(parse(text), Trace("two", rows), spec, SimSpec()).summary.requests
     assert (requests.finished, requests.rejected) == (1, 1)

@@ -11,7 +11,7 @@ import pytest
 from tests.planner.placement_files import TESTBED, cluster_text, problem_of
 
 from kvroute.planner.placement.compute import Parallelism
-from kvroute.planner.placement.evaluation import alone_per_s
+from kvroute.planner.placement.evaluation import isolated_per_s
 from kvroute.planner.placement.instances import PlacedInstance
 from kvroute.planner.placement.problem import PlacementProblem
 from kvroute.planner.placement.search import Found, Search, possible_splits, search
@@ -57,7 +57,7 @@ def exhaustive_per_s(problem: PlacementProblem, servers: int, gpus: int) -> floa
             for plan in partitions((gpus,) * servers, prefill.tp, count):
                 start = [0] * servers
                 first = instances("prefill", prefill, numbered(plan, start))
-                if not any(alone_per_s(problem, one) for one in first):
+                if not any(isolated_per_s(problem, one) for one in first):
                     continue
                 for second in partitions(tuple(gpus - used for used in start), decode.tp, others):
                     groups = numbered(second, list(start))

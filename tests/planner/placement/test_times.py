@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvroute_engine.agent.schemes import SCHEMES
 from tests.planner.placement_files import cluster_text, problem_of
 
 from kvroute.collectives import Aggregation, AllReduce, all_reduce, seconds
@@ -18,6 +17,7 @@ from kvroute.planner.placement.instances import Builder, PlacedInstance
 from kvroute.planner.placement.problem import PlacementProblem
 from kvroute.planner.placement.transfers import all_reduce_load, kv_load, transfer
 from kvroute.topology.place import Shards
+from kvroute_engine.agent.schemes import SCHEMES
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,7 @@ SECTION_ERRORS = {
     "shadow": ("shadow: foresigth", "shadow", "did you mean 'foresight'?"),
     "parameter": ("parameters: {speed: 1}", "parameters", "'foresight-joint' has no parameter 'speed'; it takes"),
     "bad parameter": ("{policy: cla, parameters: {load_weight: -1}}", "parameters", "use 0 or more"),
-    "bad weight": ("{policy: foresight-joint, parameters: {alone: 3}}", "parameters.alone", "3.0 is not 0, 1 or 2"),
+    "bad weight": ("parameters: {aggregated: 3}", "parameters.aggregated", "3.0 is not 0, 1 or 2"),
     "prefill": ("prefill: cla", "prefill", "known: round-robin, least-loaded, cache-aware"),
     "constraint": ("constraint: pot:fail", "constraint", "'pot'"),
     "prediction": ("oracle: {prediction: best}", "oracle.prediction", "smooth, trend"),

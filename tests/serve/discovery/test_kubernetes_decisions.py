@@ -16,7 +16,7 @@ from tests.serve.rig import MODEL, RunningGateway
 from tests.waiting import until
 
 from kvroute import topology
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
 from kvroute.serve.assembly import Deployment, Gateway
 from kvroute.topology.drafts.kubernetes_overlay import KubernetesOverlay
 from kvroute.topology.schema import KubernetesEntry
@@ -57,7 +57,7 @@ def test_tiers_and_their_speeds_reach_decisions(policy: str, tmp_path: Path) -> 
     async def scenario(rig: Rig) -> None:
         overlay = KubernetesOverlay(KubernetesEntry(kubeconfig="kubeconfig"))
         text = CLUSTER.replace("POLICY", policy)
-        async with EmulatedCluster(topology.parse(fleet_text(1, 5)), EmulatedClusterSettings()) as fleet:
+        async with EmulatedCluster(topology.parse(fleet_text(1, 5)), EmulatedClusterSpec()) as fleet:
             await prepare(rig, fleet)
             gateway = Gateway(Deployment.of(text, str(rig.folder / "cluster.yaml"), overlay=overlay), seed=1)
             try:

@@ -23,7 +23,7 @@ def report(breaker: Breaker, attempt: Attempt, end: str, now: float) -> None:
     if end in CAUSES:
         breaker.failed(attempt, now, end)
     else:
-        {"succeeded": breaker.succeeded, "cancelled": breaker.cancelled, "acquitted": breaker.acquitted}[end](
+        {"succeeded": breaker.succeeded, "cancelled": breaker.cancelled, "discounted": breaker.discount_failure}[end](
             attempt, now
         )
 
@@ -87,22 +87,22 @@ class BreakerMachine(RuleBasedStateMachine):
             self.probe, self.probe_at = attempt, self.now
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), end=st.sampled_from(["succeeded", "cancelled", "acquitted", *CAUSES, "no_answer"]))
+    @rule(data=st.data(), end=st.sampled_from(["succeeded", "cancelled", "discounted", *CAUSES, "no_answer"]))
     def end(self, data: st.DataObject, end: str) -> None:
         attempt = data.draw(st.sampled_from(sorted(self.running)))
         counts = self.running.pop(attempt) == self.period
         report(self.breaker, attempt, end, self.now)
-        if attempt == self.probe and end in ("cancelled", "acquitted"):
+        if attempt == self.probe and end in ("cancelled", "discounted"):
             self.probe = None
         if not counts or self.state == "open" or end == "cancelled":
             return
         if self.state == "closed":
-            if end == "unexplained" and self.recent().count("acquitted") > self.bad(self.recent()):
+            if end == "unexplained" and self.recent().count("discounted") > self.bad(self.recent()):
                 return
             self.outcomes.append((self.now, end))
             if end in CAUSES and self.too_many():
                 self.enter("open")
-        elif end != "acquitted":
+        elif end != "discounted":
             self.reopenings = 0 if end == "succeeded" else self.reopenings + (end != "unexplained")
             self.enter("closed" if end == "succeeded" else "open")
         if self.state == "open":
@@ -116,10 +116,10 @@ class BreakerMachine(RuleBasedStateMachine):
         return sum(end in CAUSES for end in ends)
 
     def too_many(self) -> bool:
-        counted = [end for end in self.recent() if end != "acquitted"]
+        counted = [end for end in self.recent() if end != "discounted"]
         all_ends = [end for _, end in self.outcomes]
         run = all_ends[len(all_ends) - all_ends[::-1].index("succeeded") :] if "succeeded" in all_ends else all_ends
-        weight = sum({"no_answer": 4, "acquitted": 0}.get(end, 1) for end in run)
+        weight = sum({"no_answer": 4, "discounted": 0}.get(end, 1) for end in run)
         return weight >= 4 * FAILURES or (len(counted) >= 4 * FAILURES and self.bad(counted) * 2 >= len(counted))
 
     @invariant()
@@ -230,13 +230,13 @@ def test_the_open_time_doubles_up_to_its_maximum_and_is_reset_after_a_success() 
     assert breaker.refuses_until(until) == until + OPEN_S
 
 
-@given(st.lists(st.sampled_from(["succeeded", "no_answer", "acquitted"]), max_size=60))
+@given(st.lists(st.sampled_from(["succeeded", "no_answer", "discounted"]), max_size=60))
 def test_an_attempt_of_a_poison_request_does_not_change_the_state(ends: list[str]) -> None:
     """The same sequence of outcomes without such attempts leads to the same state."""
     breaker, other = make_breaker(), make_breaker()
     for end in ends:
         report(breaker, breaker.started(1.0), end, 1.0)
-        if end != "acquitted":
+        if end != "discounted":
             report(other, other.started(1.0), end, 1.0)
         assert breaker.state(1.0) == other.state(1.0)
 
@@ -296,7 +296,7 @@ def test_an_engine_that_always_fails_opens_its_breaker_soon(
 def test_unexplained_errors_do_not_count_while_most_errors_were_caused_by_requests() -> None:
     """The retry budget cannot cover a flood of poison requests; errors that are certainly the engine's still count."""
     breaker = make_breaker()
-    report(breaker, breaker.started(0.0), "acquitted", 0.0)
+    report(breaker, breaker.started(0.0), "discounted", 0.0)
     for _ in range(100):
         report(breaker, breaker.started(0.0), "unexplained", 0.0)
     assert breaker.state(0.0) == "closed"
@@ -306,9 +306,10 @@ def test_unexplained_errors_do_not_count_while_most_errors_were_caused_by_reques
 
 
 def test_a_probe_by_a_poison_request_does_not_extend_the_open_time() -> None:
-    """An acquitted probe makes room for another probe at once; an unexplained one leaves the open time unchanged."""
+    """A probe whose failure is discounted makes room for another probe at once; an unexplained one leaves the open time
+    unchanged."""
     breaker = opened()
-    breaker.acquitted(breaker.started(OPEN_S), OPEN_S)
+    breaker.discount_failure(breaker.started(OPEN_S), OPEN_S)
     assert breaker.allows(OPEN_S)
     report(breaker, breaker.started(OPEN_S), "unexplained", OPEN_S)
     assert breaker.refuses_until(OPEN_S) == 2 * OPEN_S

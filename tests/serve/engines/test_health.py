@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.waiting import HANGS_S
 
-from kvroute.http.client.poller import PollSettings
+from kvroute.http.client.poller import PollSpec
 from kvroute.http.client.pool import UpstreamPool
 from kvroute.serve.engines.health import Health, HealthChecks
 
@@ -62,7 +62,7 @@ def test_a_server_becomes_unhealthy_stops_and_recovers() -> None:
             {"a": pool}.get,
             lambda name, up, at: changes.put_nowait((name, up, at)),
             lambda: 3.0,
-            PollSettings(path="/healthz", interval_s=0.01, timeout_s=30.0),
+            PollSpec(path="/healthz", interval_s=0.01, timeout_s=30.0),
         )
         assert checks.up("a")
         assert not checks.all_checked

@@ -11,7 +11,7 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.http.client.poller import PollSettings
+from kvroute.http.client.poller import PollSpec
 from kvroute.http.client.pool import UpstreamPool
 from kvroute.serve.engines.breaker import Breaker
 from kvroute.serve.engines.health import HealthChecks
@@ -66,7 +66,7 @@ def test_the_health_check_interval_is_extended_by_the_drawn_jitter() -> None:
             {"a": pool}.get,
             lambda *_: None,
             time.monotonic,
-            PollSettings(path="/health", interval_s=interval_s, timeout_s=30.0, jitter=1.0, draw=lambda: 1.0),
+            PollSpec(path="/health", interval_s=interval_s, timeout_s=30.0, jitter=1.0, draw=lambda: 1.0),
         )
         started_s = time.monotonic()
         checks.start()

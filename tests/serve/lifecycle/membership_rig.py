@@ -15,7 +15,7 @@ from tests.serve.rig import RunningGateway, with_section
 from tests.waiting import until
 
 from kvroute import topology
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
 from kvroute.serve.assembly import Deployment, Gateway
 
 DISCOVERY = """
@@ -112,7 +112,7 @@ async def emulated(
 ) -> AsyncIterator[tuple[DiscoveryRig, EmulatedCluster]]:
     """Run emulated engines and a gateway that discovers some of them."""
     cluster = topology.parse(fleet_text(prefill, decode))
-    async with EmulatedCluster(cluster, EmulatedClusterSettings()) as fleet:
+    async with EmulatedCluster(cluster, EmulatedClusterSpec()) as fleet:
         endpoints = fleet.ready().instances
         entries = {
             instance.name: {

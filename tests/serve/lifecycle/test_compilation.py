@@ -10,25 +10,25 @@ from pathlib import Path
 import pytest
 
 CLUSTER = Path(__file__).parents[3] / "examples/small.yaml"
-REHEARSAL = """
+WARM_UP = """
 import os, sys
 from pathlib import Path
 from kvroute.control import ControlSpec
-from kvroute.serve.lifecycle.compilation import rehearse
+from kvroute.serve.lifecycle.compilation import warm_up
 from kvroute.topology import parse
 
 text = Path(sys.argv[1]).read_text()
 if sys.argv[2] == "alone":
     sys.executable = "false"
-rehearse(ControlSpec(decode="round-robin", prefill="round-robin"), parse(text), text)
+warm_up(ControlSpec(decode="round-robin", prefill="round-robin"), parse(text), text)
 print("numba.np.linalg" in sys.modules)
 """
 
 
 def compiles_itself(cache: Path, mode: str) -> bool:
-    """Return whether a process that rehearses has loaded numba's compiler. Args: `mode` "alone": no other process can
+    """Return whether a process that warms up has loaded numba's compiler. Args: `mode` "alone": no other process can
     be started."""
-    command = [sys.executable, "-c", REHEARSAL, str(CLUSTER), mode]
+    command = [sys.executable, "-c", WARM_UP, str(CLUSTER), mode]
     environment = os.environ | {"NUMBA_CACHE_DIR": str(cache)}
     ended = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     return ended.stdout == "True\n"

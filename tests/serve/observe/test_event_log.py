@@ -320,9 +320,9 @@ def test_a_live_log_contains_no_secret_and_no_prompt(tmp_path: Path, monkeypatch
     shown = set()
     for file in files:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        octets = file.read_bytes()
-        assert not any(secret.encode() in octets for secret in (TOKEN, KEY, KEY.removeprefix("sha256:")))
-        assert not any(str(block).encode() in octets for block in guessed.blocks)
+        content = file.read_bytes()
+        assert not any(secret.encode() in content for secret in (TOKEN, KEY, KEY.removeprefix("sha256:")))
+        assert not any(str(block).encode() in content for block in guessed.blocks)
         header, records = read_log(file)
         control = header.spec.build(parse(header.cluster))
         assert all(decisions_equal(record.decisions, again) for record, again in replay(control, records))

@@ -16,7 +16,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_plain
 
 from kvroute.policies import TierLearned
-from kvroute.serve.observe.metrics.exposition import KEYS_MOST, Counter, Family, Histogram, lines
+from kvroute.serve.observe.metrics.exposition import KEYS_MOST, Counter, Histogram, MetricFamily, lines
 from kvroute.serve.observe.metrics.load_gauges import TIER_LABELS
 from kvroute.serve.observe.metrics.metrics import Metrics
 from kvroute.serve.observe.metrics.offload_gauges import offload_gauges
@@ -29,7 +29,7 @@ from kvroute.serve.observe.view import (
     ReviewLoad,
     RoleSwitchLoad,
     SiteLoad,
-    Ttft,
+    TtftBreakdown,
 )
 from kvroute.types import Decode, Offload, Prefill, Reject, SwitchRole
 
@@ -114,7 +114,7 @@ def _one_request(metrics: Metrics) -> None:
     metrics.transfer_started(2)
     metrics.transfer_ended(2, 3e8, True, 0.05)
     metrics.decode_answered(0.07)
-    metrics.first_token("vllm", Ttft(0.01, 0.2, 0.05, 0.02), ("trace_id", "4bf92f3577b34da6a3ce929d0e0e4736"))
+    metrics.first_token("vllm", TtftBreakdown(0.01, 0.2, 0.05, 0.02), ("trace_id", "4bf92f3577b34da6a3ce929d0e0e4736"))
     metrics.finished("/v1/completions", 200, 1.5, 4096)
 
 
@@ -178,7 +178,7 @@ def test_label_sets_are_bounded() -> None:
 
 def test_numbers_have_the_spelling_of_prometheus() -> None:
     """Infinite, missing and whole values have Prometheus' spelling."""
-    family = Family("gauge", "kvroute_x", "X.", ("a",))
+    family = MetricFamily("gauge", "kvroute_x", "X.", ("a",))
     text = lines(family, [(("1",), float("inf")), (("2",), float("nan")), (("3",), -float("inf")), (("4",), 12)], False)
     assert re.findall(r"} (\S+)", text) == ["+Inf", "NaN", "-Inf", "12"]
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from kvroute.serve.observe.admin.state import DashboardState
 from kvroute.serve.observe.history import POINTS_MOST, STEP_S, History, HistoryPoint
 from kvroute.serve.observe.recent_requests import REQUESTS_MOST
-from kvroute.serve.observe.view import GatewayStatus, Ttft
+from kvroute.serve.observe.view import GatewayStatus, TtftBreakdown
 from kvroute.topology import InstanceCounts, build, fat_tree
 
 CLUSTER = build(fat_tree(pods=1, racks_per_pod=2, nodes_per_rack=2, instances=InstanceCounts(prefill=2, decode=2)))
-FIRST_TOKEN = Ttft(queue_s=0.1, prefill_s=0.2, transfer_s=0.3, first_step_s=0.4)
+FIRST_TOKEN = TtftBreakdown(queue_s=0.1, prefill_s=0.2, transfer_s=0.3, first_step_s=0.4)
 responses = st.tuples(st.floats(0.0, 20.0), st.floats(0.0, 1e12))
 durations_s = st.integers(int(STEP_S * 16), 960).map(lambda sixteenths: sixteenths / 16)
 """Their sums are exact, so no step is shorter than STEP_S because of rounding."""

@@ -21,10 +21,10 @@ from kvroute.serve.observe.admin.state import (
     DashboardState,
 )
 from kvroute.serve.observe.decision_view import CANDIDATES_MOST, judgement_of
-from kvroute.serve.observe.layout import Place
-from kvroute.serve.observe.metrics.rates import RATE_S, Rate
+from kvroute.serve.observe.layout import MapDomain
+from kvroute.serve.observe.metrics.rates import RATE_S, EventRate
 from kvroute.serve.observe.recent_requests import REQUESTS_MOST, WINDOW_S
-from kvroute.serve.observe.view import GatewayStatus, InstanceLoad, Snapshot, Ttft
+from kvroute.serve.observe.view import GatewayStatus, InstanceLoad, Snapshot, TtftBreakdown
 from kvroute.topology import Cluster, InstanceCounts, build, fat_tree, two_datacenters
 from kvroute.types import Arrived, Decode, Offload, Prefill, PrefillFinished, Reject, Request, SwitchRole, Terms
 
@@ -77,7 +77,7 @@ def test_statistics_per_policy_cover_the_last_minute(
     for step_s, policy, tier, kv_bytes, parts in seen:
         at += step_s
         entries.append((at, policy, tier, kv_bytes, parts))
-        state.first_token(Ttft(*parts), at, tier=tier, kv_bytes=kv_bytes, policy=policy)
+        state.first_token(TtftBreakdown(*parts), at, tier=tier, kv_bytes=kv_bytes, policy=policy)
     splits = {split.policy: split for split in state.tick(at).splits}
     recent = [entry for entry in entries if entry[0] >= at - WINDOW_S]
     assert set(splits) == {policy for _, policy, *_ in recent}
@@ -102,7 +102,7 @@ def test_a_non_streaming_response_counts_for_tiers_and_not_for_times() -> None:
     [split] = state.snapshot(1.0).tick.splits
     assert (split.requests, split.streams, split.tier_requests[3], split.tier_bytes[3]) == (1, 0, 1, 5.0)
     assert split.ttft_p50_s == split.ttft_p90_s == sum(split.part_mean_s.values()) == 0.0
-    state.first_token(Ttft(0.0, 0.2, 0.1), 1.0, tier=None)
+    state.first_token(TtftBreakdown(0.0, 0.2, 0.1), 1.0, tier=None)
     [split] = state.snapshot(1.0).tick.splits
     assert (split.requests, split.streams, split.local) == (2, 1, 1)
     assert split.ttft_p50_s == split.ttft_p90_s == pytest.approx(0.3)
@@ -111,7 +111,7 @@ def test_a_non_streaming_response_counts_for_tiers_and_not_for_times() -> None:
 def test_parts_of_ttft_keep_their_names() -> None:
     """Each part is shown under the name with which it was recorded, and the total is their sum."""
     state = _state()
-    ttft = Ttft(0.01, 0.2, 0.03, 0.004)
+    ttft = TtftBreakdown(0.01, 0.2, 0.03, 0.004)
     assert ttft.total_s == pytest.approx(0.244)
     state.first_token(ttft, 1.0, tier=None)
     [split] = state.tick(1.0).splits
@@ -125,7 +125,7 @@ def test_percentiles_are_recomputed_once_a_second() -> None:
     state = _state()
     counts = []
     for at in (1.0, 1.5, 2.0):
-        state.first_token(Ttft(0.1, 0.1, 0.1), at, tier=1)
+        state.first_token(TtftBreakdown(0.1, 0.1, 0.1), at, tier=1)
         counts.append(state.tick(at).splits[0].requests)
     assert counts == [1, 1, 3]
 
@@ -134,7 +134,7 @@ def test_the_newest_requests_are_kept() -> None:
     """Beyond the limit, the oldest requests are dropped one by one."""
     state = _state()
     for number in range(REQUESTS_MOST + 10):
-        state.first_token(Ttft(0.0, 0.0, 0.0 if number < 10 else 1.0), 1.0, tier=0)
+        state.first_token(TtftBreakdown(0.0, 0.0, 0.0 if number < 10 else 1.0), 1.0, tier=0)
     [split] = state.tick(1.0).splits
     assert split.requests == REQUESTS_MOST
     assert split.part_mean_s["transfer"] == 1.0
@@ -143,7 +143,7 @@ def test_the_newest_requests_are_kept() -> None:
 @given(st.lists(st.floats(0, 30), max_size=80), st.floats(0, 30))
 def test_a_rate_is_the_mean_over_whole_seconds(steps_s: list[float], wait_s: float) -> None:
     """The rate is recomputed from all times; the current second does not count."""
-    rate, times, at = Rate(), [], 0.0
+    rate, times, at = EventRate(), [], 0.0
     for step_s in steps_s:
         at += step_s
         times.append(at)
@@ -265,7 +265,7 @@ def test_decisions_are_numbered_and_bounded() -> None:
     assert [d.id for d in state.snapshot(1.0).tick.decisions] == list(range(most - DECISIONS_MOST + 1, most + 1))
 
 
-def _leaves(place: Place) -> Iterator[int]:
+def _leaves(place: MapDomain) -> Iterator[int]:
     yield from place.instances
     for child in place.children:
         yield from _leaves(child)

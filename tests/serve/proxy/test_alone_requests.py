@@ -25,7 +25,7 @@ from kvroute.control.log import read_log
 from kvroute.topology import parse
 from kvroute.types import Decode, Prefill
 
-JOINT = "  policy: foresight-joint\n  parameters: {alone: 1}\n"
+JOINT = "  policy: foresight-joint\n  parameters: {aggregated: 1}\n"
 SLOW = (
     CLUSTER.replace("base: 1 ms", "base: 50 ms")
     .replace(
@@ -86,7 +86,7 @@ def test_the_cached_prefix_of_a_decode_instance_is_used() -> None:
 
 def test_no_request_is_alone_if_that_is_switched_off() -> None:
     async def main() -> None:
-        async with rig("  policy: foresight-joint\n  parameters: {alone: 0}\n", SLOW) as gate:
+        async with rig("  policy: foresight-joint\n  parameters: {aggregated: 0}\n", SLOW) as gate:
             assert (await gate.ask(SHORT)).status == 200
             assert sum(gate.fleet.servers[f"prefill{n}"].engine.counters.prompt_tokens for n in (0, 1)) > 0
 

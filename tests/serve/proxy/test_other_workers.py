@@ -48,7 +48,7 @@ def test_workers_keep_the_limits_together(
     limit over all workers, and a request is turned away only at a limit."""
     limits = AdmissionLimits(in_flight=in_flight, queue=queue, per_key=per_key)
     with counted(3) as counts:
-        workers = [AdmissionController(limits, elsewhere=each) for each in counts]
+        workers = [AdmissionController(limits, peers=each) for each in counts]
         present: list[list[int]] = [[], [], []]
         for ticket, (number, step, key) in enumerate(taken):
             worker = workers[number]
@@ -85,13 +85,13 @@ def test_a_worker_that_died_holds_nothing(tmp_path: Path) -> None:
     OtherWorkers.create(path, 2)
     limits = AdmissionLimits(in_flight=2, queue=0, per_key=1)
     with closing(OtherWorkers(path, 1, 2)) as one, closing(OtherWorkers(path, 2, 2)) as two:
-        first, second = AdmissionController(limits, elsewhere=one), AdmissionController(limits, elsewhere=two)
+        first, second = AdmissionController(limits, peers=one), AdmissionController(limits, peers=two)
         assert first.acquire(1, "alice", 0.0) == second.acquire(1, "bob", 0.0) == Accepted()
         assert isinstance(second.acquire(2, "alice", 0.0), Refused)
         release_worker(path, 1, 2)
         assert second.acquire(3, "alice", 0.0) == Accepted()
         assert isinstance(second.acquire(4, None, 0.0), Refused)
-        again = AdmissionController(limits, elsewhere=one)
+        again = AdmissionController(limits, peers=one)
         assert isinstance(again.acquire(1, None, 0.0), Refused)
 
 
@@ -101,7 +101,7 @@ from pathlib import Path
 from kvroute.serve.proxy.admission.admission import Accepted, AdmissionController, AdmissionLimits
 from kvroute.serve.proxy.other_workers import OtherWorkers
 counts = OtherWorkers(Path(sys.argv[1]), int(sys.argv[2]), 3)
-worker = AdmissionController(AdmissionLimits(in_flight=2, queue=0), elsewhere=counts)
+worker = AdmissionController(AdmissionLimits(in_flight=2, queue=0), peers=counts)
 admitted = 0
 for ticket in range(20_000):
     if worker.acquire(ticket, "key", 0.0) == Accepted():

@@ -10,12 +10,12 @@ from kvroute.serve.proxy.own_transfers import Counted, OwnTransfers
 from kvroute.types import Decode, TransferMeasured
 
 RANKS = {"p0": 1, "p1": 1, "d0": 1, "p4": 4, "d4": 4}
-ALONE_S = {0: 1e-9, 1: 1e-8}
+UNCONTENDED_S = {0: 1e-9, 1: 1e-8}
 """Seconds per byte, by tier."""
 
 
 def own() -> OwnTransfers:
-    return OwnTransfers(lambda tier, nbytes: nbytes * ALONE_S[tier], lambda name: RANKS[name])
+    return OwnTransfers(lambda tier, nbytes: nbytes * UNCONTENDED_S[tier], lambda name: RANKS[name])
 
 
 def decode(number: int, source: str, target: str, kv_bytes: float = 1e9, tier: int = 0) -> Decode:

@@ -9,26 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvroute.control import Usage
-from kvroute.serve.proxy.admission.rate_limits import RateLimiter, Rates, Used
+from kvroute.control import ChargedUsage
+from kvroute.serve.proxy.admission.rate_limits import KeyCharges, KeyRates, RateLimiter
 from kvroute.types import PeerReport
 
-RATES = Rates(requests=60, tokens=6_000)
+RATES = KeyRates(requests=60, tokens=6_000)
 
 
 class Shared:
-    """An `OtherUsage` over `Usage`, without a stream."""
+    """An `OtherUsage` over `ChargedUsage`, without a stream."""
 
     def __init__(self) -> None:
-        self.usage = Usage()
+        self.usage = ChargedUsage()
 
-    def used_by(self, key: str) -> Used:
-        return Used(*self.usage.by_others(key))
+    def used_by(self, key: str) -> KeyCharges:
+        return KeyCharges(*self.usage.by_others(key))
 
     def known_keys(self) -> Iterable[str]:
         return self.usage.keys_of_others()
 
-    def write_used(self, key: str, used: Used) -> None:
+    def write_used(self, key: str, used: KeyCharges) -> None:
         self.usage.write(key, *used)
 
 
@@ -113,7 +113,7 @@ def test_refunds_are_exact(amounts: list[int]) -> None:
 
 def test_a_rejection_says_when_to_come_back() -> None:
     """6,000 tokens per minute are 100 per second; a request that is larger than the bucket is never possible."""
-    limiter = RateLimiter(lambda key: Rates(tokens=6_000))
+    limiter = RateLimiter(lambda key: KeyRates(tokens=6_000))
     assert limiter.charge("a", 6_000, 0.0) is None
     exceeded = limiter.charge("a", 1_000, 2.0)
     assert exceeded is not None
@@ -129,7 +129,7 @@ def test_what_others_charge_is_taken_from_the_own_bucket() -> None:
     """Reports with changes, a lost gateway and one that joins late: past charges are not counted twice."""
     own, limiter = Shared(), None
     limiter = RateLimiter(lambda key: RATES, own)
-    other = Usage()
+    other = ChargedUsage()
     other.write("a", 10, 1_000)
     own.usage.received(PeerReport("other", 7, 0.0, usage=other.take(whole=False)))
     limiter.observe(0.0)
@@ -148,14 +148,14 @@ def test_what_others_charge_is_taken_from_the_own_bucket() -> None:
 @pytest.mark.parametrize("within", [False, True])
 def test_own_limits_count_the_workers_of_one_machine_only(within: bool) -> None:
     """With `limits: own` a gateway ignores the charges of other machines."""
-    usage, worker, stranger = Usage("here", within_group=within), Usage("here"), Usage("there")
+    usage, worker, stranger = ChargedUsage("here", within_group=within), ChargedUsage("here"), ChargedUsage("there")
     for number, each in enumerate((worker, stranger)):
         usage.received(PeerReport(str(number), 1, 0.0, usage=each.take(whole=True), whole=True))
         each.write("a", 1, 100)
         usage.received(PeerReport(str(number), 2, 0.0, usage=each.take(whole=False)))
     assert usage.by_others("a") == ((1, 100) if within else (2, 200))
-    lone, other = Usage(within_group=within), Usage()
+    lone, other = ChargedUsage(within_group=within), ChargedUsage()
     other.write("a", 1, 100)
-    lone.received(PeerReport("2", 1, 0.0, usage=Usage().take(whole=True), whole=True))
+    lone.received(PeerReport("2", 1, 0.0, usage=ChargedUsage().take(whole=True), whole=True))
     lone.received(PeerReport("2", 2, 0.0, usage=other.take(whole=False)))
     assert lone.by_others("a") == ((0, 0) if within else (1, 100))

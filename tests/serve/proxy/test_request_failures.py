@@ -162,9 +162,9 @@ def test_stream_events_split_anywhere_arrive_complete(size: int, end: str) -> No
 
     async def pieces(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
         response = await start_stream(request)
-        octets = text.encode()
-        for start in range(0, len(octets), size):
-            await response.write(octets[start : start + size])
+        content = text.encode()
+        for start in range(0, len(content), size):
+            await response.write(content[start : start + size])
             await asyncio.sleep(0)
         await response.write_eof()
         return response

@@ -27,11 +27,11 @@ from kvroute.serve.proxy.retry import (
     Progress,
     Retry,
     Step,
-    blame,
     call_failure,
     decide,
     free_of_charge,
     proxy_failure,
+    record_failure,
     retry_after,
     status_failure,
 )
@@ -67,7 +67,7 @@ CASES: dict[str, tuple[Step, LegFailure, Progress, Action]] = {
         "prefill", failure(), Progress(decode_waits=True, other_prefill=False), DecodeWithoutPrefill(),
     ),
     "prefill leg, a decode leg is sent and no other one can be": (
-        "prefill", failure(), Progress(decode_waits=True, decode_final=True), Fail(UPSTREAM),
+        "prefill", failure(), Progress(decode_waits=True, decode_not_resendable=True), Fail(UPSTREAM),
     ),
     "write of the KV cache, the prefill engine's process has ended": (
         "write", failure("process_ended"), Progress(prefill_done=True), Retry("decode", kv_lost=True),
@@ -77,10 +77,10 @@ CASES: dict[str, tuple[Step, LegFailure, Progress, Action]] = {
         Retry("decode", kv_lost=True),
     ),
     "write of the KV cache, no other decode leg can be sent": (
-        "write", failure("process_ended"), Progress(prefill_done=True, decode_final=True), Ignore(),
+        "write", failure("process_ended"), Progress(prefill_done=True, decode_not_resendable=True), Ignore(),
     ),
     "decode leg, one is sent and no other one can be": (
-        "decode", failure(), Progress(decode_final=True), Fail(UPSTREAM),
+        "decode", failure(), Progress(decode_not_resendable=True), Fail(UPSTREAM),
     ),
     "decode leg, not sent": (
         "decode", failure("refused", sent=False), Progress(prefill_done=True), Retry("decode"),
@@ -136,7 +136,7 @@ def test_laws_of_the_table(step: Step, kind: str, sent: bool, flags: list[bool])
         assert sent or not action.kv_lost
         assert not (action.abort_prefill and progress.prefill_done)
         assert action.leg == ("decode" if step == "write" else step)
-        assert step == "passthrough" or not progress.decode_final
+        assert step == "passthrough" or not progress.decode_not_resendable
 
 
 ANSWERED, NOTHING = Blame("answered"), Blame("nothing")
@@ -163,12 +163,12 @@ def test_each_status_of_an_engine_means_the_same_for_every_leg(status: int, leg:
     passed_on, response, _, counts = STATUSES[status]
     failed = answer(status, leg)
     if leg == "copy" and passed_on:
-        assert (failed.passed_on, failed.status, blame(leg, failed)) == (False, 502, NOTHING)
+        assert (failed.passed_on, failed.status, record_failure(leg, failed)) == (False, 502, NOTHING)
         return
-    assert (failed.passed_on, failed.status, failed.sent, blame(leg, failed)) == STATUSES[status]
+    assert (failed.passed_on, failed.status, failed.sent, record_failure(leg, failed)) == STATUSES[status]
     event = answer(status, leg, in_stream=True)
     assert (event.passed_on, event.status, event.sent) == (passed_on, response, not passed_on)
-    assert blame(leg, event) == counts
+    assert record_failure(leg, event) == counts
     assert retry_after(failed.status, 7) == ([(b"retry-after", b"7")] if status in (429, 503) else [])
     assert free_of_charge(failed.status) is (status >= 429)
 
@@ -188,8 +188,8 @@ def test_each_status_of_an_engine_means_the_same_for_every_leg(status: int, leg:
     ],
 )
 def test_what_each_failure_counts(failed: LegFailure, counts: Blame) -> None:
-    assert blame("decode", failed) == counts
-    assert blame("prefill", failed, over_path=True) == counts
+    assert record_failure("decode", failed) == counts
+    assert record_failure("prefill", failed, over_path=True) == counts
 
 
 @pytest.mark.parametrize(
@@ -205,9 +205,9 @@ def test_what_each_failure_counts(failed: LegFailure, counts: Blame) -> None:
 )
 def test_a_decode_engine_that_waits_for_another_datacenter_is_not_blamed(failed: LegFailure, counts: Blame) -> None:
     """The path between the datacenters is, unless the engine cannot be reached or is full."""
-    assert blame("decode", failed, over_path=True) == counts
+    assert record_failure("decode", failed, over_path=True) == counts
 
 
 def test_a_copy_that_waits_too_long_counts_against_nothing() -> None:
-    assert blame("copy", call_failure("x", "timeout", sent=True)) == NOTHING
-    assert blame("copy", call_failure("x", "refused", sent=False)) == LOST
+    assert record_failure("copy", call_failure("x", "timeout", sent=True)) == NOTHING
+    assert record_failure("copy", call_failure("x", "refused", sent=False)) == LOST

@@ -13,7 +13,7 @@ from tests.serve.rig import CLUSTER, RunningGateway
 from tests.waiting import becomes_true
 
 from kvroute import topology
-from kvroute.emulator import EmulatedCluster, EmulatedClusterSettings
+from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
 from kvroute.serve.assembly import Deployment, Gateway
 
 
@@ -52,7 +52,7 @@ def section(url: str, lease: str = "4 s") -> str:
 @asynccontextmanager
 async def replicated(count: int, more: str, text: str = CLUSTER) -> AsyncIterator[list[RunningGateway]]:
     """Run `count` gateways with `more` in their settings in front of the same emulated engines."""
-    async with EmulatedCluster(topology.parse(text), EmulatedClusterSettings()) as fleet, AsyncExitStack() as stack:
+    async with EmulatedCluster(topology.parse(text), EmulatedClusterSpec()) as fleet, AsyncExitStack() as stack:
         endpoints = fleet.ready().instances
         found: list[RunningGateway] = []
         for number in range(count):

@@ -99,9 +99,10 @@ def test_gateways_go_on_without_redis_and_are_in_sync_after_its_return(server: R
         async with replicated(2, section(server.url)) as gateways:
             assert await in_sync(gateways)
             server.kill()
-            assert await becomes_true(lambda: [state(each) for each in gateways] == ["alone", "alone"])
+            assert await becomes_true(lambda: [state(each) for each in gateways] == ["disconnected", "disconnected"])
             assert [(await each.ask()).status for each in gateways] == [200, 200]
-            assert 'kvroute_replication_state{state="alone"} 1' in await gateways[0].metrics()
+            page = await gateways[0].metrics()
+            assert all(f'kvroute_replication_state{{state="{name}"}} 1' in page for name in ("disconnected", "alone"))
             server.start()
             assert await in_sync(gateways)
             asking = asyncio.ensure_future(gateways[0].ask(tokens=2_000))
@@ -190,12 +191,12 @@ def test_limits_hold_over_all_gateways(server: RedisServer) -> None:
             admission = second.gateway._admission
             assert await in_sync(gateways)
             asking = asyncio.ensure_future(first.ask(tokens=2_000))
-            assert await becomes_true(lambda: admission._elsewhere.in_flight == 1)
+            assert await becomes_true(lambda: admission._peers.in_flight == 1)
             refused = await second.ask()
             assert refused.status == 503
             assert "the gateway is full" in refused.json["error"]["message"]
             assert (await asking).status == 200
-            assert await becomes_true(lambda: admission._elsewhere.in_flight == 0)
+            assert await becomes_true(lambda: admission._peers.in_flight == 0)
             assert (await second.ask()).status == 200
 
     run(scenario())
@@ -215,17 +216,17 @@ def test_a_key_is_limited_over_all_gateways_and_waiting_requests_get_the_room_of
         async with replicated(2, section(server.url) + limits) as gateways:
             first, second = gateways
             assert await in_sync(gateways)
-            elsewhere = second.gateway._admission._elsewhere
+            peers = second.gateway._admission._peers
             asking = asyncio.ensure_future(first.post(long, headers=headers))
-            assert await becomes_true(lambda: elsewhere.held_by("alice") == 1)
+            assert await becomes_true(lambda: peers.held_by("alice") == 1)
             waiting = asyncio.ensure_future(second.post(short, headers=headers))
-            assert await becomes_true(lambda: first.gateway._admission._elsewhere.held_by("alice") == 1)
+            assert await becomes_true(lambda: first.gateway._admission._peers.held_by("alice") == 1)
             assert second.gateway._admission.queued == 1
             refused = await first.post(short, headers=headers)
             assert refused.status == 429
             assert "this key has 2 requests" in refused.json["error"]["message"]
             assert [(await each).status for each in (asking, waiting)] == [200, 200]
-            assert await becomes_true(lambda: elsewhere.held_by("alice") == 0)
+            assert await becomes_true(lambda: peers.held_by("alice") == 0)
 
     run(scenario())
 
@@ -255,11 +256,11 @@ def test_the_requests_of_a_lost_gateway_do_not_count(server: RedisServer) -> Non
             first, second = gateways
             assert await in_sync(gateways)
             asking = asyncio.ensure_future(first.ask(tokens=20_000))
-            assert await becomes_true(lambda: second.gateway._admission._elsewhere.in_flight == 1)
+            assert await becomes_true(lambda: second.gateway._admission._peers.in_flight == 1)
             replication = first.gateway.replication
             assert replication is not None
             await replication.close()
-            assert await becomes_true(lambda: second.gateway._admission._elsewhere.in_flight == 0)
+            assert await becomes_true(lambda: second.gateway._admission._peers.in_flight == 0)
             assert (await second.ask()).status == 200
             asking.cancel()
 

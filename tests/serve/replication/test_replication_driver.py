@@ -17,7 +17,7 @@ from kvroute.serve.config.replication import ReplicationSection
 from kvroute.serve.observe.metrics.metrics import Metrics
 from kvroute.serve.observe.view import GatewayStatus
 from kvroute.serve.replication.driver import Replication
-from kvroute.serve.replication.stream import ENTRY_MAX_BYTES, Stream, StreamError
+from kvroute.serve.replication.stream import ENTRY_MAX_BYTES, RedisStream, StreamError
 from kvroute.types import Event, PeerBooking, PeerReport
 
 
@@ -139,7 +139,7 @@ def test_an_answer_of_another_form_does_not_end_replication(
         async with faulty_redis() as server:
             section = ReplicationSection(redis=f"redis://127.0.0.1:{server.port}/0")
             metrics, now = Metrics(GatewayStatus, {}, version="1", policy="netkv"), asyncio.get_running_loop().time
-            driver = Replication(lambda: Stream(section, "c"), Cores(), metrics, now, lease_s=0.4, flush_s=0.001)
+            driver = Replication(lambda: RedisStream(section, "c"), Cores(), metrics, now, lease_s=0.4, flush_s=0.001)
             server.entries.append(b"of another program")
             server.answers[command] = ANSWERS[what]
             driver.start(16)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from tests.waiting import HANGS_S
 
-from kvroute.http.client.poller import PollSettings
+from kvroute.http.client.poller import PollSpec
 from kvroute.http.client.pool import UpstreamPool
 from kvroute.serve.engines.servers import Servers
 from kvroute.serve.observe.metrics.prometheus_text import LINE_BYTES_MAX, SERIES_MAX, PageError
@@ -355,9 +355,9 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
     uvloop.run(bounded())
 
 
-def polls(timeout_s: float = 30.0, body_max_bytes: int = 4_000_000) -> PollSettings:
+def polls(timeout_s: float = 30.0, body_max_bytes: int = 4_000_000) -> PollSpec:
     """Return settings that poll often."""
-    return PollSettings(path="/metrics", interval_s=0.01, timeout_s=timeout_s, body_max_bytes=body_max_bytes)
+    return PollSpec(path="/metrics", interval_s=0.01, timeout_s=timeout_s, body_max_bytes=body_max_bytes)
 
 
 def loaded(running: int, transferred: int, started: int = 1) -> bytes:
@@ -387,7 +387,7 @@ def test_a_scraper_emits_load_transfers_and_restarts() -> None:
         engine.page = loaded(3, 0)
         pool = UpstreamPool(f"http://127.0.0.1:{engine.port}")
         scraper = Scraper(
-            Servers.alone(["d0", "p0"]),
+            Servers.without_ranks(["d0", "p0"]),
             {"d0": pool, "p0": None}.get,
             recorder.emit,
             lambda: 4.0,
@@ -438,7 +438,7 @@ def test_a_page_beyond_its_limits_is_a_failed_scrape(more: bytes, body_max_bytes
         engine.page = LOADED + more
         pool = UpstreamPool(f"http://127.0.0.1:{engine.port}")
         scraper = Scraper(
-            Servers.alone(["a"]),
+            Servers.without_ranks(["a"]),
             {"a": pool}.get,
             recorder.emit,
             lambda: 0.0,
@@ -466,7 +466,7 @@ def test_a_slow_engine_gets_one_scrape_at_a_time_and_delays_no_other() -> None:
             "a": UpstreamPool(f"http://127.0.0.1:{slow.port}"),
             "b": UpstreamPool(f"http://127.0.0.1:{quick.port}"),
         }
-        scraper = Scraper(Servers.alone(["a", "b"]), pools.get, recorder.emit, lambda: 0.0, polls())
+        scraper = Scraper(Servers.without_ranks(["a", "b"]), pools.get, recorder.emit, lambda: 0.0, polls())
         scraper.start()
         await recorder.until(lambda: len(recorder.events) >= 5)
         assert {event.instance for event in recorder.events if isinstance(event, InstanceMeasured)} == {"b"}
@@ -493,7 +493,9 @@ def test_an_engine_that_recovers_is_scraped_again(fault: str) -> None:
         engine, recorder = Engine(), EventRecorder()
         await engine.start()
         pool = UpstreamPool(f"http://127.0.0.1:{engine.port}")
-        scraper = Scraper(Servers.alone(["a"]), {"a": pool}.get, recorder.emit, lambda: 0.0, polls(timeout_s=0.05))
+        scraper = Scraper(
+            Servers.without_ranks(["a"]), {"a": pool}.get, recorder.emit, lambda: 0.0, polls(timeout_s=0.05)
+        )
         scraper.start()
         await recorder.until(lambda: bool(recorder.events))
         good = engine.page

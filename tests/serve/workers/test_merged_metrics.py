@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvroute.serve.observe.metrics.metrics import Metrics
-from kvroute.serve.observe.view import GatewayStatus, InstanceLoad, ReplicationLoad, Ttft
+from kvroute.serve.observe.view import GatewayStatus, InstanceLoad, ReplicationLoad, TtftBreakdown
 from kvroute.serve.workers.merged_metrics import ADDED, LEAST, Page, counts, merged, read, text
 
 OPENMETRICS = "application/openmetrics-text"
@@ -33,7 +33,7 @@ def happen(where: Metrics, event: tuple[str, float]) -> None:
     elif kind == "rejected":
         where.rejected("queue_full")
     else:
-        where.first_token("vllm", Ttft(0.0, seconds, 0.0), ("trace_id", f"t{seconds}"))
+        where.first_token("vllm", TtftBreakdown(0.0, seconds, 0.0), ("trace_id", f"t{seconds}"))
 
 
 def page_of(where: Metrics, *, openmetrics: bool = False) -> Page:

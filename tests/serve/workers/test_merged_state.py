@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.serve.observe.admin.state import DashboardState
-from kvroute.serve.observe.view import GatewayStatus, InstanceLoad, Snapshot, Ttft
+from kvroute.serve.observe.view import GatewayStatus, InstanceLoad, Snapshot, TtftBreakdown
 from kvroute.serve.workers.merged_state import merged_snapshot
 from kvroute.topology import InstanceCounts, build, fat_tree
 from kvroute.types import Decode, TransferMeasured
@@ -35,7 +35,7 @@ def state(in_flight: int = 0, *, up: bool = True) -> DashboardState:
 
 def served(where: DashboardState, at: float, seconds: float, tier: int | None) -> None:
     where.arrived(at)
-    where.first_token(Ttft(0.0, seconds, 0.0), at, tier=tier, kv_bytes=8.0)
+    where.first_token(TtftBreakdown(0.0, seconds, 0.0), at, tier=tier, kv_bytes=8.0)
     where.finished(at, 200)
 
 

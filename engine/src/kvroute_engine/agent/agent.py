@@ -19,7 +19,7 @@ from kvroute_engine.agent.files import traffic_files
 from kvroute_engine.agent.held import HeldTable
 from kvroute_engine.agent.messages import METHOD, hello_message, report_message, table_of
 from kvroute_engine.agent.nvlink import fetch_rates
-from kvroute_engine.agent.reports import AgentName, Report
+from kvroute_engine.agent.reports import AgentName, CounterReport
 from kvroute_engine.agent.security import Tls, metadata_of
 from kvroute_engine.errors import InputError
 from kvroute_engine.switch.status import read_status
@@ -52,11 +52,11 @@ class Sources:
     """Status file of the switch on this machine."""
     incarnation: int = 0
 
-    def read(self) -> Report:
+    def read(self) -> CounterReport:
         """Return all counters; takes up to two seconds if dcgm-exporter does not answer."""
         nvlinks = fetch_rates(self.dcgm_url) if self.dcgm_url else None
         status = read_status(self.switch_status, time.time()) if self.switch_status is not None else None
-        return Report(
+        return CounterReport(
             clock_s=time.monotonic(),
             incarnation=self.incarnation,
             ports=self.ports.read(),

@@ -17,14 +17,14 @@ _RDMA = ("port_xmit_data", "port_rcv_data")
 
 
 @dataclass(frozen=True, slots=True)
-class Nic:
+class WatchedNic:
     """A network interface or RDMA device, and the port of the cluster file that it is."""
 
     device: str
     port: int
 
     @classmethod
-    def parse(cls, text: str) -> Nic:
+    def parse(cls, text: str) -> WatchedNic:
         """Return the same as `eth0=0`.
 
         Raises:
@@ -36,11 +36,11 @@ class Nic:
         return cls(device, int(port))
 
 
-def default_nics(sysfs: Path) -> tuple[Nic, ...]:
+def default_nics(sysfs: Path) -> tuple[WatchedNic, ...]:
     """Return all interfaces with hardware of their own, numbered in the order of their names; numbers in names count
     as numbers."""
     found = [path.name for path in (sysfs / "class/net").glob("*") if (path / "device").exists()]
-    return tuple(Nic(name, port) for port, name in enumerate(sorted(found, key=_natural)))
+    return tuple(WatchedNic(name, port) for port, name in enumerate(sorted(found, key=_natural)))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -61,7 +61,7 @@ class PortCounters:
     begin again are handled device by device."""
 
     sysfs: Path
-    nics: Sequence[Nic]
+    nics: Sequence[WatchedNic]
     failed: set[Path] = field(default_factory=set)
     """Files that the last reading could not read."""
     _totals: dict[Path, Total] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class PortCounters:
         return total.value * unit_bytes
 
 
-def _sources(sysfs: Path, nic: Nic) -> list[_Source]:
+def _sources(sysfs: Path, nic: WatchedNic) -> list[_Source]:
     """Return the counters of a device; those of an interface include its RDMA device's."""
     interface = sysfs / "class/net" / nic.device
     if interface.is_dir():

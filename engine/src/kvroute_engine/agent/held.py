@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvroute_engine.agent.files import TABLE, TableFile, read_file, replace_file
-from kvroute_engine.agent.reports import Table
+from kvroute_engine.agent.reports import AgentTable
 
 _WRITE_S = 1.0
 """Least time between two writes that only refresh the age."""
@@ -29,7 +29,7 @@ class HeldTable:
         """Return the time since the scheduler last said that the table is current; None without a table."""
         return None if self._table is None else max(now_unix_s - self._table.received_unix_s, 0.0)
 
-    def receive(self, table: Table, now_unix_s: float) -> None:
+    def receive(self, table: AgentTable, now_unix_s: float) -> None:
         """Take a table and write it.
 
         Raises:

@@ -24,7 +24,7 @@ from kvroute_engine.agent.agents_pb2 import (
 from kvroute_engine.agent.agents_pb2 import Report as ReportMessage
 from kvroute_engine.agent.agents_pb2 import Table as TableMessage
 from kvroute_engine.agent.files import GroupEntry, GroupTraffic, SchemeRule
-from kvroute_engine.agent.reports import AgentKind, AgentName, Report, Table
+from kvroute_engine.agent.reports import AgentKind, AgentName, AgentTable, CounterReport
 from kvroute_engine.agent.schemes import SCHEMES, Scheme
 from kvroute_engine.errors import InputError
 
@@ -55,7 +55,7 @@ def agent_of(hello: Hello) -> AgentName:
     raise InputError(f"kind {hello.kind} of an agent is unknown", hint="use 1 for a server or 2 for a switch")
 
 
-def report_message(report: Report) -> FromAgent:
+def report_message(report: CounterReport) -> FromAgent:
     """Return the message of a report."""
     message = ReportMessage(
         clock_s=report.clock_s,
@@ -87,7 +87,7 @@ def _traffic_message(traffic: GroupTraffic) -> Traffic:
     )
 
 
-def report_of(message: ReportMessage) -> Report:
+def report_of(message: ReportMessage) -> CounterReport:
     """Return the report of a message.
 
     Raises:
@@ -95,18 +95,18 @@ def report_of(message: ReportMessage) -> Report:
     """
     numbers = [
         message.clock_s,
-        *(rate for each in message.nvlinks for rate in (each.tx_bytes_per_s, each.rx_bytes_per_s)),
+        *(rate for nvlink in message.nvlinks for rate in (nvlink.tx_bytes_per_s, nvlink.rx_bytes_per_s)),
     ]
     if not all(math.isfinite(number) and number >= 0 for number in numbers):
         raise InputError("a clock or rate of a report is negative or not finite", hint="restart the agent")
     if message.HasField("slots") and message.slots.free > message.slots.total:
         raise InputError(f"{message.slots.free} of {message.slots.total} slots are free", hint="restart the switch")
-    return Report(
+    return CounterReport(
         clock_s=message.clock_s,
         incarnation=message.incarnation,
-        ports={each.port: (each.tx_bytes, each.rx_bytes) for each in message.ports},
-        nvlinks={each.gpu: (each.tx_bytes_per_s, each.rx_bytes_per_s) for each in message.nvlinks},
-        traffic=tuple(_traffic_of(each) for each in message.traffic),
+        ports={port.port: (port.tx_bytes, port.rx_bytes) for port in message.ports},
+        nvlinks={nvlink.gpu: (nvlink.tx_bytes_per_s, nvlink.rx_bytes_per_s) for nvlink in message.nvlinks},
+        traffic=tuple(_traffic_of(traffic) for traffic in message.traffic),
         slots=(message.slots.total, message.slots.free) if message.HasField("slots") else None,
     )
 
@@ -134,7 +134,7 @@ def heartbeat_message(version: int) -> FromScheduler:
     return FromScheduler(heartbeat=Heartbeat(version=version))
 
 
-def table_message(table: Table) -> FromScheduler:
+def table_message(table: AgentTable) -> FromScheduler:
     """Return the message of a table."""
     groups = {
         name: Entry(
@@ -146,13 +146,13 @@ def table_message(table: Table) -> FromScheduler:
     return FromScheduler(table=TableMessage(version=table.version, groups=groups))
 
 
-def table_of(message: TableMessage) -> Table:
+def table_of(message: TableMessage) -> AgentTable:
     """Return the table of a message.
 
     Raises:
         InputError: an unknown scheme.
     """
-    return Table(message.version, {name: _entry_of(name, entry) for name, entry in sorted(message.groups.items())})
+    return AgentTable(message.version, {name: _entry_of(name, entry) for name, entry in sorted(message.groups.items())})
 
 
 def _entry_of(name: str, message: Entry) -> GroupEntry:

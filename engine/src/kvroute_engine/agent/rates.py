@@ -37,7 +37,7 @@ class Total:
 
 
 @dataclass(slots=True)
-class Rate:
+class CounterRate:
     """Rate of a counter over a window; readings of another incarnation begin with 0."""
 
     window_s: float

@@ -23,7 +23,7 @@ class AgentName:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CounterReport:
     """Counters of an agent since it has started."""
 
     clock_s: float
@@ -40,7 +40,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class AgentTable:
     """The entries for one agent."""
 
     version: int

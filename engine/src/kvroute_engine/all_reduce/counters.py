@@ -33,7 +33,7 @@ _AGE = (
 
 
 @dataclass
-class Counters:
+class AllReduceCounters:
     """All-reduces of one rank."""
 
     rank: int

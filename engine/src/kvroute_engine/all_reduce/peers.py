@@ -27,7 +27,7 @@ from kvroute_engine.switch import AggregationError
 Values: TypeAlias = npt.NDArray[Any]
 
 
-class Operation(msgspec.Struct, frozen=True):
+class SwitchOperation(msgspec.Struct, frozen=True):
     """An operation through the switch."""
 
     generation: int
@@ -36,7 +36,7 @@ class Operation(msgspec.Struct, frozen=True):
 
 
 class _Question(msgspec.Struct):
-    operation: Operation
+    operation: SwitchOperation
     abandon: bool
     """True: answer with the result, or abandon the operation. False: only say how far you are."""
 
@@ -70,10 +70,10 @@ class Operations:
         self._current = 0
         self._generations = {0: _Generation()}
 
-    def _of(self, operation: Operation) -> _Generation:
+    def _of(self, operation: SwitchOperation) -> _Generation:
         return self._generations.setdefault(operation.generation, _Generation())
 
-    def begin(self, generation: int = 0) -> Operation:
+    def begin(self, generation: int = 0) -> SwitchOperation:
         """Begin the next operation; the generation never decreases."""
         with self._lock:
             if generation > self._current:
@@ -83,19 +83,19 @@ class Operations:
                 self._current = generation
             own = self._generations.setdefault(generation, _Generation())
             own.begun += 1
-            return Operation(generation, own.begun - 1)
+            return SwitchOperation(generation, own.begun - 1)
 
-    def has_begun(self, operation: Operation) -> bool:
+    def has_begun(self, operation: SwitchOperation) -> bool:
         """Return whether this rank has begun an operation."""
         with self._lock:
             return operation.generation < self._current or self._of(operation).begun > operation.number
 
-    def abandoned(self, operation: Operation) -> bool:
+    def abandoned(self, operation: SwitchOperation) -> bool:
         """Return whether this operation must not be completed through the switch."""
         with self._lock:
             return self._of(operation).has_abandoned(operation.number)
 
-    def complete(self, operation: Operation, result: Values) -> bool:
+    def complete(self, operation: SwitchOperation, result: Values) -> bool:
         """Keep the result; False if the operation was abandoned before, and the result must not be used."""
         with self._lock:
             own = self._of(operation)
@@ -104,7 +104,7 @@ class Operations:
             own.completed, own.result = operation.number + 1, result
             return True
 
-    def abandon(self, operation: Operation) -> Values | None:
+    def abandon(self, operation: SwitchOperation) -> Values | None:
         """Return the result of an operation; if there is none, abandon it and all later ones of its generation.
 
         Only the last result is kept: no rank completes an operation before all ranks have begun it.
@@ -119,7 +119,7 @@ class Operations:
             return None
 
 
-class Peers:
+class RankPeers:
     """Questions to the other ranks of a group, and a thread that answers theirs."""
 
     def __init__(self, operations: Operations, host: str, key: bytes) -> None:
@@ -137,12 +137,12 @@ class Peers:
         """Set the addresses of the other ranks."""
         self._others = list(others)
 
-    def all_have_begun(self, operation: Operation) -> bool:
+    def all_have_begun(self, operation: SwitchOperation) -> bool:
         """Return whether all other ranks that answer have begun an operation."""
         replies = (self._ask(address, _Question(operation, abandon=False)) for address in self._others)
         return all(reply is None or reply.begun for reply in replies)
 
-    def abandon(self, operation: Operation, own: Values) -> Values | None:
+    def abandon(self, operation: SwitchOperation, own: Values) -> Values | None:
         """Return the result of an operation of which this rank has none; None if no rank has it, and all have abandoned
         it.
 

@@ -25,7 +25,7 @@ class Rule(msgspec.Struct, frozen=True):
     """Largest tensor to which the rule applies; None: any."""
 
 
-class Rules(msgspec.Struct, frozen=True):
+class GroupRules(msgspec.Struct, frozen=True):
     """What all ranks of a group use from one operation on."""
 
     rules: tuple[Rule, ...]

@@ -11,7 +11,7 @@ import msgspec
 
 from kvroute_engine.all_reduce import VARIABLE
 from kvroute_engine.all_reduce.channel import own_host
-from kvroute_engine.all_reduce.rules import HIERARCHICAL, SWITCHED, LiveScheme, Rule, Rules
+from kvroute_engine.all_reduce.rules import HIERARCHICAL, SWITCHED, GroupRules, LiveScheme, Rule
 from kvroute_engine.files.document import read_mapping_file
 from kvroute_engine.files.form import Lines
 from kvroute_engine.files.units import Duration, Size
@@ -58,10 +58,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """File for counters in Prometheus' text format, for node_exporter's textfile collector; `{rank}` is replaced."""
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> GroupRules:
         """The rules of `schemes`."""
         whole = ((rule.scheme, rule.up_to) for rule in self.schemes)
-        return Rules(tuple(Rule(scheme, None if up_to is None else int(up_to)) for scheme, up_to in whole))
+        return GroupRules(tuple(Rule(scheme, None if up_to is None else int(up_to)) for scheme, up_to in whole))
 
     @property
     def prepared(self) -> frozenset[LiveScheme]:

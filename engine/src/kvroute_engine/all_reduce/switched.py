@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
-from kvroute_engine.all_reduce.peers import Operation, Operations, Peers, Values
+from kvroute_engine.all_reduce.peers import Operations, RankPeers, SwitchOperation, Values
 from kvroute_engine.switch import AggregationClient, AggregationError
 
 _ASK_S = 0.5
@@ -16,7 +16,7 @@ class SwitchedSums:
     """All-reduces of one rank through the switch. After the first failure of a generation the group does not use the
     switch again in it."""
 
-    def __init__(self, client: AggregationClient, operations: Operations, peers: Peers, timeout_s: float) -> None:
+    def __init__(self, client: AggregationClient, operations: Operations, peers: RankPeers, timeout_s: float) -> None:
         """`timeout_s`: silence after which the switch counts as dead, if all ranks are waiting for it."""
         self._client, self._operations, self._peers, self._timeout_s = client, operations, peers, timeout_s
         self._generation = 0
@@ -72,7 +72,7 @@ class SwitchedSums:
 class _Patience:
     """When to give an operation up: another rank has, or the switch is silent although all ranks wait for it."""
 
-    def __init__(self, operations: Operations, peers: Peers, operation: Operation, timeout_s: float) -> None:
+    def __init__(self, operations: Operations, peers: RankPeers, operation: SwitchOperation, timeout_s: float) -> None:
         self._operations, self._peers, self._operation, self._timeout_s = operations, peers, operation, timeout_s
         self._ask_at_s = 0.0
 

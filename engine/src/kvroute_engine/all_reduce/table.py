@@ -18,8 +18,8 @@ import msgspec
 from kvroute_engine.agent.files import GroupTraffic, replace_file, traffic_path
 from kvroute_engine.all_reduce.channel import KEY_BYTES, Address, Channel, new_key
 from kvroute_engine.all_reduce.collective_table import Acknowledged, Commit, Leader, Rank, TableEntry
-from kvroute_engine.all_reduce.counters import Counters
-from kvroute_engine.all_reduce.rules import Rules
+from kvroute_engine.all_reduce.counters import AllReduceCounters
+from kvroute_engine.all_reduce.rules import GroupRules
 from kvroute_engine.all_reduce.settings import Settings
 from kvroute_engine.all_reduce.table_source import SwitchReturn, TableSource
 from kvroute_engine.switch import AggregationError
@@ -36,10 +36,10 @@ Exchange = Callable[[bytes], Sequence[bytes]]
 """Returns the bytes of every rank, in their order; all ranks call it with equally many."""
 
 
-class Table(Protocol):
+class RuleTable(Protocol):
     """Rules of each operation of a rank."""
 
-    def next(self) -> Rules:
+    def next(self) -> GroupRules:
         """Begin the next operation, and return its rules: the same on all ranks."""
         ...
 
@@ -61,10 +61,10 @@ class _Failed(msgspec.Struct, frozen=True):
 class FixedTable:
     """The rules of the settings, for ever."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: GroupRules) -> None:
         self._rules = rules
 
-    def next(self) -> Rules:
+    def next(self) -> GroupRules:
         """Return the rules."""
         return self._rules
 
@@ -78,7 +78,7 @@ class FixedTable:
 class FollowedTable:
     """A rank that takes the commits of rank 0."""
 
-    def __init__(self, rank: Rank[Rules], host: str, key: bytes) -> None:
+    def __init__(self, rank: Rank[GroupRules], host: str, key: bytes) -> None:
         """`host`, `key`: see `Channel`."""
         self._rank, self._operation, self._lock = rank, 0, threading.Lock()
         self._leader: Address | None = None
@@ -88,7 +88,7 @@ class FollowedTable:
         """Set the address of rank 0."""
         self._leader = leader
 
-    def next(self) -> Rules:
+    def next(self) -> GroupRules:
         """Begin the next operation."""
         with self._lock:
             self._operation += 1
@@ -100,7 +100,7 @@ class FollowedTable:
         self.channel.ask(self._leader, msgspec.msgpack.encode(_Failed(generation)))
 
     def _answer(self, request: bytes) -> bytes | None:
-        commit = msgspec.msgpack.decode(request, type=Commit[Rules])
+        commit = msgspec.msgpack.decode(request, type=Commit[GroupRules])
         with self._lock:
             known = self._rank.receive(commit)
         return None if known is None else msgspec.msgpack.encode(known)
@@ -117,7 +117,7 @@ class Reporting:
     folder: Path
     group: str
     incarnation: int
-    counters: Counters
+    counters: AllReduceCounters
 
 
 class LeadingTable:
@@ -125,7 +125,7 @@ class LeadingTable:
 
     def __init__(
         self,
-        leader: Leader[Rules],
+        leader: Leader[GroupRules],
         source: TableSource,
         returning: SwitchReturn,
         reporting: Reporting,
@@ -151,7 +151,7 @@ class LeadingTable:
         """Start the thread."""
         self._thread.start()
 
-    def next(self) -> Rules:
+    def next(self) -> GroupRules:
         """Begin the next operation; wait first for acknowledgements that it needs.
 
         Raises:
@@ -162,7 +162,7 @@ class LeadingTable:
                 return self._leader.start()[1]
         return self._wait()
 
-    def _wait(self) -> Rules:
+    def _wait(self) -> GroupRules:
         began_s, logged = time.monotonic(), False
         while True:
             self._deliver()  # here, too: the thread may wait for another rank, or have ended
@@ -244,8 +244,13 @@ class LeadingTable:
 
 
 def start_table(
-    settings: Settings, rank: int, ranks: int, exchange: Exchange, is_answering: Callable[[], bool], counters: Counters
-) -> Table:
+    settings: Settings,
+    rank: int,
+    ranks: int,
+    exchange: Exchange,
+    is_answering: Callable[[], bool],
+    counters: AllReduceCounters,
+) -> RuleTable:
     """Return the table of a rank. All ranks call it at the same time, with the same `agent`.
 
     Args:
@@ -290,7 +295,7 @@ def packed(address: Address) -> bytes:
     return f"{address[0]}:{address[1]}".encode().ljust(64)
 
 
-def unpacked(octets: bytes) -> Address:
+def unpacked(content: bytes) -> Address:
     """Return the address of these bytes."""
-    host, _, port = octets.decode().strip().rpartition(":")
+    host, _, port = content.decode().strip().rpartition(":")
     return host, int(port)

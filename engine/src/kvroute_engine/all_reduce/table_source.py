@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvroute_engine.agent.files import TABLE, TableFile, read_file
-from kvroute_engine.all_reduce.rules import LiveScheme, Rules, prepared_rules
+from kvroute_engine.all_reduce.rules import GroupRules, LiveScheme, prepared_rules
 
 log = logging.getLogger("kvroute.connector")
 _HOLD_TIMES = 32
@@ -22,18 +22,18 @@ class TableSource:
 
     folder: Path
     group: str
-    settings: Rules
+    settings: GroupRules
     """Rules until there is a table, and without an entry for the group."""
     prepared: Set[LiveScheme]
     received_unix_s: float | None = None
     """Time at which the agent has last heard that the table is current; None: there was no table yet."""
-    _rules: Rules | None = None
+    _rules: GroupRules | None = None
     _table_version: int = -1
     _entry_version: int = 0
     _stamp: tuple[int, int] | None = None
     _warned: set[str] = field(default_factory=set)
 
-    def poll(self) -> Rules:
+    def poll(self) -> GroupRules:
         """Return the rules of the newest table. The file is read only if it has changed."""
         path = self.folder / TABLE
         try:
@@ -57,7 +57,7 @@ class TableSource:
         elif entry.version > self._entry_version or (self._rules is None and entry.version == self._entry_version):
             self._entry_version = entry.version
             rules, replaced = prepared_rules(entry.rules, self.prepared)
-            self._rules = Rules(rules, entry.version)
+            self._rules = GroupRules(rules, entry.version)
             for scheme in sorted(replaced - self._warned):
                 what = "the table names %s for group %s, which has not prepared it: it uses ring; add it to `also`"
                 log.warning(what, scheme, self.group)

@@ -12,12 +12,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvroute_engine.all_reduce.channel import new_key
-from kvroute_engine.all_reduce.counters import Counters
-from kvroute_engine.all_reduce.peers import Operations, Peers
-from kvroute_engine.all_reduce.rules import HIERARCHICAL, SWITCHED, LiveScheme, Rules
+from kvroute_engine.all_reduce.counters import AllReduceCounters
+from kvroute_engine.all_reduce.peers import Operations, RankPeers
+from kvroute_engine.all_reduce.rules import HIERARCHICAL, SWITCHED, GroupRules, LiveScheme
 from kvroute_engine.all_reduce.settings import Settings, local_ranks
 from kvroute_engine.all_reduce.switched import SwitchedSums
-from kvroute_engine.all_reduce.table import EARLY, Table, packed, start_table, unpacked
+from kvroute_engine.all_reduce.table import EARLY, RuleTable, packed, start_table, unpacked
 from kvroute_engine.errors import InputError
 from kvroute_engine.switch import AggregationClient, is_answering
 
@@ -36,7 +36,7 @@ _JOBS = 128
 _PROBE_S = 0.2
 
 
-_RING = Rules(())
+_RING = GroupRules(())
 """Rules of tensors that are not summed by the table."""
 
 
@@ -81,13 +81,13 @@ class TorchAllReduce:
     whole: Group
     """Process group of all ranks for tensors in host memory."""
     make_group: MakeGroup
-    counters: Counters
+    counters: AllReduceCounters
     ring: Callable[[torch.Tensor], None] | None = None
     """The backend's own all-reduce, in place; None: that of `whole`."""
     _local: Group = None
     _across: Group = None
     _switches: dict[LiveScheme, SwitchedSums] = field(default_factory=dict)
-    _table: Table = field(init=False)
+    _table: RuleTable = field(init=False)
     _started: _Started = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,9 +128,9 @@ class TorchAllReduce:
         number = members.index(self.rank)
         client = AggregationClient(settings.switch_address, job, number, len(members), settings.slots)
         key = _exchange(group, new_key(), len(members))[0]
-        peers = Peers(operations, settings.host, key)
+        peers = RankPeers(operations, settings.host, key)
         addresses = [unpacked(each) for each in _exchange(group, packed(peers.address), len(members))]
-        peers.connect([each for at, each in enumerate(addresses) if at != number])
+        peers.connect([address for at, address in enumerate(addresses) if at != number])
         return SwitchedSums(client, operations, peers, float(settings.timeout))
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -148,7 +148,7 @@ class TorchAllReduce:
         if done != scheme:
             self._fell_back(scheme, done, rules.generation)
 
-    def _begin(self) -> Rules:
+    def _begin(self) -> GroupRules:
         """Return the rules of the next operation. All ranks get the same ones."""
         self._started.wait()
         rules = self._table.next()
@@ -225,7 +225,7 @@ def _exchange(group: Group, own: bytes, ranks: int) -> list[bytes]:
     return [bytes(each.tolist()) for each in gathered.reshape(ranks, -1)]
 
 
-def counters_of(settings: Settings, rank: int) -> Counters:
+def counters_of(settings: Settings, rank: int) -> AllReduceCounters:
     """Return the counters of a rank, with their file if the settings name one."""
     path = settings.metrics.replace("{rank}", str(rank))
-    return Counters(rank, Path(path) if path else None)
+    return AllReduceCounters(rank, Path(path) if path else None)

@@ -5,6 +5,6 @@
 
 from kvroute_engine.block_store.format import BlockFormat
 from kvroute_engine.block_store.interface import BlockStore, StoreError
-from kvroute_engine.block_store.posix import PosixSettings, PosixStore
+from kvroute_engine.block_store.posix import PosixStore, PosixStoreSpec
 
-__all__ = ["BlockFormat", "BlockStore", "PosixSettings", "PosixStore", "StoreError"]
+__all__ = ["BlockFormat", "BlockStore", "PosixStore", "PosixStoreSpec", "StoreError"]

@@ -57,7 +57,7 @@ def make_private(path: Path, store: Path, *, folder: bool = False) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
+class UsedBlock:
     """A published block, its parent and its time of use in nanoseconds since 1970."""
 
     key: bytes
@@ -154,7 +154,7 @@ class ExtentFolder:
         self._count(used_bytes)
         return used_bytes
 
-    def _scan(self) -> Iterator[Used]:
+    def _scan(self) -> Iterator[UsedBlock]:
         """Yield every stored block; remove files that are not whole extents of this format."""
         for entry in self._files():
             key, status = bytes.fromhex(entry.name), entry.stat(follow_symlinks=False)
@@ -164,7 +164,7 @@ class ExtentFolder:
             if parent is None or status.st_size != self._codec.extent_bytes:
                 os.unlink(entry.path)
                 continue
-            yield Used(key, parent, status.st_mtime_ns)
+            yield UsedBlock(key, parent, status.st_mtime_ns)
 
     def _parent(self, path: str, key: bytes) -> bytes | None:
         fd = open_regular(path)

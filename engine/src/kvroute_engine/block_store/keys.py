@@ -28,13 +28,13 @@ def block_keys(
     key[0] = H(root + block 0), key[k] = H(key[k-1] + block k), over token ids as little-endian 64-bit integers; H is
     the first KEY_BYTES bytes of SHA-256. With `parent`, the key of the block before them, the tokens continue a prompt.
     """
-    octets = memoryview(np.asarray(tokens, dtype="<i8").tobytes())
+    content = memoryview(np.asarray(tokens, dtype="<i8").tobytes())
     step = block_tokens * _TOKEN_BYTES
     keys: list[bytes] = []
     last = root_key(salt) if parent is None else parent
-    for at in range(0, len(octets) - step + 1, step):
+    for at in range(0, len(content) - step + 1, step):
         digest = hashlib.sha256(last)
-        digest.update(octets[at : at + step])
+        digest.update(content[at : at + step])
         last = digest.digest()[:KEY_BYTES]
         keys.append(last)
     return keys

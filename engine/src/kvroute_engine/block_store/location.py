@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from kvroute_engine.block_store.format import BlockFormat
 from kvroute_engine.block_store.interface import BlockStore, StoreError
-from kvroute_engine.block_store.posix import PosixSettings, PosixStore
+from kvroute_engine.block_store.posix import PosixStore, PosixStoreSpec
 
 _SCHEMES = ("redis", "rediss", "unix", "s3")
 _REDIS = "kvroute_engine.block_store.redis_backend"
@@ -64,7 +64,7 @@ class StoreLocation:
         """
         scheme, url = self._scheme(), urlsplit(self.text)
         if not scheme:
-            settings = PosixSettings(capacity_bytes=self.capacity_bytes // share, fsync=self.fsync, verify=self.verify)
+            settings = PosixStoreSpec(capacity_bytes=self.capacity_bytes // share, fsync=self.fsync, verify=self.verify)
             return PosixStore(Path(self.text) / name, form, settings)
         if scheme == "s3":
             from kvroute_engine.block_store.s3_backend import s3_store

@@ -26,7 +26,7 @@ _TEMPORARY = re.compile(r"[0-9a-f]+\.[0-9a-f]{16}|" + re.escape(_FORMAT))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PosixSettings:
+class PosixStoreSpec:
     """Capacity and behaviour of a store on files.
 
     Without `fsync`, a crash of a process loses nothing, and after a power cut checksums detect damaged blocks. Without
@@ -48,7 +48,7 @@ class PosixStore:
     """
 
     def __init__(
-        self, folder: Path, form: BlockFormat, settings: PosixSettings, clock: Callable[[], float] = time.time
+        self, folder: Path, form: BlockFormat, settings: PosixStoreSpec, clock: Callable[[], float] = time.time
     ) -> None:
         """Open the store, or create it; remove what dead writers left.
 

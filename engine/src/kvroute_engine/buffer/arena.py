@@ -52,7 +52,7 @@ class Arena:
         assert count <= len(self._free), "the caller checks for room"
         return [heapq.heappop(self._free) for _ in range(count)]
 
-    def give_back(self, slots: Iterable[int]) -> None:
+    def release(self, slots: Iterable[int]) -> None:
         """Free slots."""
         for slot in slots:
             heapq.heappush(self._free, slot)

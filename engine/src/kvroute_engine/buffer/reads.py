@@ -163,7 +163,7 @@ class NodeReads:
         for number, shard in enumerate(shards):
             for freed in shard.server.freed():
                 read = self._reads[freed.request_id]
-                shard.arena.give_back(read.slots[number])
+                shard.arena.release(read.slots[number])
                 read.held -= 1
                 if not read.held:
                     self._end(read)
@@ -205,7 +205,7 @@ class NodeReads:
             read.keys.clear()
             return
         for shard, slots in zip(shards, read.slots, strict=True):
-            shard.arena.give_back(slots[found:])
+            shard.arena.release(slots[found:])
             del slots[found:]
         del read.keys[found:]
         self.read_bytes += read.kv_bytes
@@ -216,7 +216,7 @@ class NodeReads:
 
     def _free(self, read: BufferedRead, shards: Sequence[Shard]) -> None:
         for shard, slots in zip(shards, read.slots, strict=True):
-            shard.arena.give_back(slots)
+            shard.arena.release(slots)
         self._end(read)
         self._grant(shards)
 

@@ -13,10 +13,10 @@ from kvroute_engine.buffer.arena import check_lockable
 from kvroute_engine.buffer.reads import NodeReads
 from kvroute_engine.buffer.routes import Routes
 from kvroute_engine.buffer.shards import Shards
-from kvroute_engine.connector.options import Options
+from kvroute_engine.connector.options import ConnectorSettings
 from kvroute_engine.connector.transfer.channel import FramedSocket
 from kvroute_engine.connector.transfer.handshake import accept_handshake
-from kvroute_engine.connector.transfer.listener import Admit, Listener
+from kvroute_engine.connector.transfer.listener import Admit, PeerListener
 from kvroute_engine.errors import cannot_listen
 from kvroute_engine.timed_connection import ConnectionLimits, answer_whole, listen
 
@@ -25,7 +25,7 @@ COLLECT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BufferSettings:
+class BufferSpec:
     """Settings of a buffer server."""
 
     location: StoreLocation
@@ -37,7 +37,7 @@ class BufferSettings:
     """Address of both ports."""
     port: int = 0
     """HTTP port for routers; 0: the system chooses."""
-    options: Options = field(default_factory=Options)
+    options: ConnectorSettings = field(default_factory=ConnectorSettings)
     """Options of the port for engines, as those of the connector."""
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     """Times within which a router must send a request."""
@@ -46,7 +46,7 @@ class BufferSettings:
 class BufferServer:
     """`start` opens both ports; `close` closes them and frees everything."""
 
-    def __init__(self, settings: BufferSettings) -> None:
+    def __init__(self, settings: BufferSpec) -> None:
         """Create the server; nothing is opened yet.
 
         Raises:
@@ -66,7 +66,7 @@ class BufferServer:
         )
         self._reads = NodeReads(self._shards)
         self._routes = Routes(self._reads, lambda: self.data, settings.quota_bytes, settings.host)
-        self._listener: Listener | None = None
+        self._listener: PeerListener | None = None
         self._runner: web.ServerRunner | None = None
         self._http: asyncio.Server | None = None
         self._collector: asyncio.Task[None] | None = None
@@ -94,7 +94,7 @@ class BufferServer:
         settings, self._loop = self._settings, asyncio.get_running_loop()
         options = settings.options
         try:
-            self._listener = Listener(options.host, options.port, options.timeout_s, self._accepted)
+            self._listener = PeerListener(options.host, options.port, options.timeout_s, self._accepted)
         except OSError as error:
             raise cannot_listen(host_port(options.host, options.port), error.errno, error.strerror or "") from None
         handlers = web.Server(lambda request: answer_whole(request, self._routes.answer), access_log=None)

@@ -12,11 +12,11 @@ from msgspec.structs import replace
 from kvroute_engine.block_store import BlockFormat, BlockStore
 from kvroute_engine.block_store.location import StoreLocation
 from kvroute_engine.buffer.arena import Arena
-from kvroute_engine.connector.blocks import Layout
-from kvroute_engine.connector.options import Options
+from kvroute_engine.connector.blocks import BlockLayout
+from kvroute_engine.connector.options import ConnectorSettings
 from kvroute_engine.connector.transfer.block_receiver import BlockReceiver
 from kvroute_engine.connector.transfer.handshake import difference
-from kvroute_engine.connector.transfer.server import Server
+from kvroute_engine.connector.transfer.server import TransferServer
 from kvroute_engine.errors import InputError
 
 READ_BYTES = 64 << 20
@@ -27,10 +27,10 @@ READ_BYTES = 64 << 20
 class Shard:
     """The blocks of one rank: its part of the store, its slots, and the server of held blocks."""
 
-    layout: Layout
+    layout: BlockLayout
     store: BlockStore
     arena: Arena
-    server: Server
+    server: TransferServer
 
     def read(self, keys: Sequence[bytes], slots: Sequence[int]) -> int:
         """Read blocks from the store into slots. Return the number of leading blocks that were read."""
@@ -50,13 +50,13 @@ class Shards:
     def __init__(
         self,
         location: StoreLocation,
-        options: Options,
+        options: ConnectorSettings,
         quota_bytes: int,
         on_release: Callable[[], None],
         *,
         lock_memory: bool = False,
     ) -> None:
-        """Args: `quota_bytes`: memory of all shards together; `on_release`: see `Server`; `lock_memory`: see
+        """Args: `quota_bytes`: memory of all shards together; `on_release`: see `TransferServer`; `lock_memory`: see
         `Arena`."""
         self._location, self._options, self._quota_bytes = location, options, quota_bytes
         self._on_release, self._lock_memory = on_release, lock_memory
@@ -74,12 +74,12 @@ class Shards:
         with self._lock:
             return [self._shards[rank] for rank in sorted(self._shards)]
 
-    def of(self, layout: Layout) -> Shard:
+    def of(self, layout: BlockLayout) -> Shard:
         """Return the shard of a layout that `mismatch` has accepted."""
         with self._lock:
             return self._shards[layout.rank]
 
-    def mismatch(self, layout: Layout) -> str:
+    def mismatch(self, layout: BlockLayout) -> str:
         """Open the shard of a layout. Return why that is not possible; empty: it is open."""
         with self._lock:
             for shard in self._shards.values():
@@ -98,7 +98,7 @@ class Shards:
         for shard in self.opened():
             shard.server.close()
 
-    def _open(self, layout: Layout) -> Shard:
+    def _open(self, layout: BlockLayout) -> Shard:
         sizes = set(layout.region_bytes)
         if len(sizes) != 1:
             raise InputError("layers of different sizes are not supported", where="KV cache")
@@ -113,7 +113,7 @@ class Shards:
                 hint="increase the quota",
             )
         store = self._location.open(form, f"rank{layout.rank}of{layout.tp}", layout.tp)
-        server = Server(
+        server = TransferServer(
             arena.regions,
             layout,
             self._options,

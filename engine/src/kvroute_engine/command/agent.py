@@ -67,14 +67,16 @@ def _run(
 ) -> None:
     check_installed()
     from kvroute_engine.agent.agent import Agent, Sources
-    from kvroute_engine.agent.counters import Nic, PortCounters, default_nics
+    from kvroute_engine.agent.counters import PortCounters, WatchedNic, default_nics
     from kvroute_engine.agent.security import Tls, read_token
 
     name = _name(node, switch, status_file)
     host, _, port = scheduler.rpartition(":")
     if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
         raise InputError(f"{scheduler!r} is not an address", where="--scheduler", hint="write HOST:PORT")
-    nics = tuple(Nic.parse(text) for text in nic) if nic else default_nics(sysfs) if name.kind == "server" else ()
+    nics = (
+        tuple(WatchedNic.parse(text) for text in nic) if nic else default_nics(sysfs) if name.kind == "server" else ()
+    )
     authorities = Tls.read(cert, key, ca, "--ca") or (Tls() if tls else None)
     if name.kind == "server":
         make_folder(folder, "--folder")

@@ -16,7 +16,7 @@ from kvroute_engine.errors import InputError
 from kvroute_engine.origins import is_loopback
 
 if TYPE_CHECKING:
-    from kvroute_engine.buffer import BufferSettings
+    from kvroute_engine.buffer import BufferSpec
 
 _STORE, _PLACE, _PROTECTION = "Store", "Addresses", "Protection"
 
@@ -39,7 +39,7 @@ def _run(
 ) -> None:
     try:
         from kvroute_engine.block_store.location import StoreLocation
-        from kvroute_engine.buffer import BufferSettings
+        from kvroute_engine.buffer import BufferSpec
         from kvroute_engine.connector.options import read_options
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute-engine[buffer]'") from None
@@ -60,7 +60,7 @@ def _run(
         where="kvroute buffer",
     )
     location = StoreLocation(store, capacity, verify=verify, fsync=fsync)
-    settings = BufferSettings(
+    settings = BufferSpec(
         location=location, quota_bytes=quota, lock_memory=lock_memory, host=host, port=port, options=options
     )
     serving = _serve(settings, ready_file)
@@ -84,7 +84,7 @@ def _code_points(texts: list[str]) -> dict[str, int]:
     return found
 
 
-async def _serve(settings: BufferSettings, ready_file: Path | None) -> None:
+async def _serve(settings: BufferSpec, ready_file: Path | None) -> None:
     from kvroute_engine.buffer import BufferServer
 
     stop = asyncio.Event()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvroute_engine.command.output import tell
 from kvroute_engine.errors import InputError
-from kvroute_engine.topology_labels import MissingTopology, WorkerSettings, engine_environment, wait_for_labels
+from kvroute_engine.topology_labels import MissingTopology, TopologyWorkerSpec, engine_environment, wait_for_labels
 
 ABOUT = """Wait for the topology labels of this pod, then become the engine.
 
@@ -34,7 +34,7 @@ def run_worker(command: Sequence[str], *, wait: bool, name: str) -> int:
     """
     if bool(command) == wait:
         raise InputError("give either a command or --wait", where=name, hint="put it after `--`")
-    settings = WorkerSettings.read(os.environ)
+    settings = TopologyWorkerSpec.read(os.environ)
     try:
         labels = wait_for_labels(settings)
     except MissingTopology as missing:

@@ -19,7 +19,7 @@ BlockNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 """Number of a block, or of blocks, in a message. With the limit of `Extent.stride_bytes`, offsets have 60 bits."""
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Properties that must be equal on two instances, so that a block's bytes have the same meaning on both."""
 
     model: str

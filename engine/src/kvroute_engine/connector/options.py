@@ -21,7 +21,7 @@ STORAGE_CLASS = "storage"
 CONNECTIONS_MAX = 64
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The connector's options; every one has a default."""
 
     host: str = "127.0.0.1"
@@ -94,20 +94,20 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return os.environ.get("VLLM_HOST_IP") or socket.gethostbyname(socket.gethostname())
 
 
-def read_options(extra: Mapping[str, Any], where: str = "kv_connector_extra_config") -> Options:
+def read_options(extra: Mapping[str, Any], where: str = "kv_connector_extra_config") -> ConnectorSettings:
     """Parse the options. Args: `where` names their place in errors.
 
     Raises:
         InputError: an unknown option, a wrong value, or an address other than loopback without a token.
     """
-    known = Options.__struct_fields__
+    known = ConnectorSettings.__struct_fields__
     for word in extra:
         if word not in known:
             near = get_close_matches(word, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             raise InputError(f"unknown option {word!r}", where=where, hint=hint)
     try:
-        options = msgspec.convert(dict(extra), Options)
+        options = msgspec.convert(dict(extra), ConnectorSettings)
     except msgspec.ValidationError as error:
         raise InputError(str(error), where=where) from None
     if options.token and options.token_env:
@@ -127,7 +127,7 @@ def read_options(extra: Mapping[str, Any], where: str = "kv_connector_extra_conf
     return options
 
 
-def of_rank(options: Options, rank: int | None) -> Options:
+def of_rank(options: ConnectorSettings, rank: int | None) -> ConnectorSettings:
     """Return the options of a data-parallel rank: its instance has the name that the cluster file's ranks have. Args:
     `rank` in its server; None: the server has only one."""
     if rank is None or not options.instance:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvroute_engine.connector.options import Options
+from kvroute_engine.connector.options import ConnectorSettings
 from kvroute_engine.connector.transfer.block_leases import Computing
 from kvroute_engine.connector.transfer_params import KvTransferParams, prompt_digest, read_transfer_params
 
@@ -33,7 +33,7 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldBlocks:
     """Blocks of a finished prompt, which peers request by `name`."""
 
     name: str
@@ -45,13 +45,13 @@ class Held:
 
 
 @dataclass(slots=True)
-class Step:
+class ConnectorStep:
     """Work for the workers in one step. `withdrawn` is handled before the model runs, `computing` while it runs."""
 
     withdrawn: list[str] = field(default_factory=list)
     """Names whose blocks have been given to other requests."""
     computing: list[Computing] = field(default_factory=list)
-    holds: list[Held] = field(default_factory=list)
+    holds: list[HeldBlocks] = field(default_factory=list)
     drops: list[tuple[str, str]] = field(default_factory=list)
     """Name and owner of requests that vLLM gave up while they were being computed."""
     refusals: list[str] = field(default_factory=list)
@@ -81,13 +81,13 @@ class _Named:
     begun: bool = False
 
 
-class Scheduler:
+class ConnectorScheduler:
     """Plans pulls and holds. vLLM calls, in this order: arrived, matched (any number of times), allocated, scheduled
     (in every step that computes some of the prompt), finished; and `take` in every step."""
 
     def __init__(
         self,
-        options: Options,
+        options: ConnectorSettings,
         *,
         engine_id: str,
         block_tokens: int,
@@ -105,7 +105,7 @@ class Scheduler:
         """Requests whose pull began before their prompt was computed."""
         self._named: dict[str, _Named] = {}
         self._names_used: OrderedDict[str, None] = OrderedDict()
-        self._step = Step()
+        self._step = ConnectorStep()
 
     def listening(self, addresses: Mapping[int, tuple[str, int]]) -> None:
         """Set the addresses of the workers' servers, by rank."""
@@ -203,7 +203,7 @@ class Scheduler:
             return self._given_up(request_id, named)
         name = named.name if named else request_id
         digest = prompt_digest(prompt)
-        self._step.holds.append(Held(name, request_id, tuple(blocks), digest))
+        self._step.holds.append(HeldBlocks(name, request_id, tuple(blocks), digest))
         host, port = self._addresses[0]
         kv_transfer_params = KvTransferParams(
             remote_engine_id=self._engine_id,
@@ -219,9 +219,9 @@ class Scheduler:
         )
         return Ending(True, kv_transfer_params.params())
 
-    def take(self) -> Step:
+    def take(self) -> ConnectorStep:
         """Return the work collected since the last call."""
-        step, self._step = self._step, Step()
+        step, self._step = self._step, ConnectorStep()
         return step
 
     def _name(self, request_id: str, name: str, prompt: Sequence[int]) -> None:

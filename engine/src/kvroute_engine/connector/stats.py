@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TypedDict, TypeVar
 
-from kvroute_engine.connector.transfer.congestion import Gauges, Sent
+from kvroute_engine.connector.transfer.congestion import Gauges, SentCounters
 
 N = TypeVar("N", int, float)
 
 
-class Counts(TypedDict):
+class TransferCounts(TypedDict):
     """Counts of one interval. Every tensor-parallel rank counts its own share of a transfer: the sums over ranks are
     the bytes of whole transfers, and the mean of the ranks' times, because they transfer at the same time."""
 
@@ -34,9 +34,9 @@ class Counts(TypedDict):
     """By target instance, tensor-parallel rank and field of `congestion.Gauges`. Later values replace earlier ones."""
 
 
-def no_counts() -> Counts:
+def no_counts() -> TransferCounts:
     """Return zero counts."""
-    return Counts(
+    return TransferCounts(
         transfers={},
         nbytes={},
         seconds={},
@@ -50,13 +50,13 @@ def no_counts() -> Counts:
     )
 
 
-def is_empty(counts: Counts) -> bool:
+def is_empty(counts: TransferCounts) -> bool:
     """Return whether there is nothing to report."""
     return not any(counts.values())
 
 
 def count_transfer(
-    counts: Counts, source: str, nbytes: float, seconds: float, *, rank: int = 0, ranks: int = 1
+    counts: TransferCounts, source: str, nbytes: float, seconds: float, *, rank: int = 0, ranks: int = 1
 ) -> None:
     """Count a successful transfer. Args: `rank`: the one that counts its share, of `ranks`."""
     _add(counts["transfers"], {source: int(rank == 0)})
@@ -64,30 +64,30 @@ def count_transfer(
     _add(counts["seconds"], {source: seconds / ranks})
 
 
-def count_early(counts: Counts, source: str, nbytes: float) -> None:
+def count_early(counts: TransferCounts, source: str, nbytes: float) -> None:
     """Count a successful transfer that began before its prompt was computed."""
     _add(counts["early"], {source: 1})
     _add(counts["early_bytes"], {source: nbytes})
 
 
-def count_nixl(counts: Counts, source: str, nbytes: float) -> None:
+def count_nixl(counts: TransferCounts, source: str, nbytes: float) -> None:
     """Count bytes that NIXL has read from the source's memory."""
     if nbytes:
         _add(counts["nixl_bytes"], {source: nbytes})
 
 
-def count_failure(counts: Counts, source: str, reason: str) -> None:
+def count_failure(counts: TransferCounts, source: str, reason: str) -> None:
     """Count a failed transfer. vLLM computes the prompt instead."""
     _add(counts["failures"].setdefault(source, {}), {reason: 1})
 
 
-def count_link(counts: Counts, target: str, rank: int, sent: Sent, gauges: Gauges) -> None:
+def count_link(counts: TransferCounts, target: str, rank: int, sent: SentCounters, gauges: Gauges) -> None:
     """Record what rank `rank` has sent to `target`, and the state of its connections."""
     _add(counts["sent"].setdefault(target, {}), asdict(sent))
     counts["links"].setdefault(target, {})[str(rank)] = asdict(gauges)
 
 
-def add(counts: Counts, more: Counts) -> None:
+def add(counts: TransferCounts, more: TransferCounts) -> None:
     """Add `more`, which is later, to `counts`."""
     _add(counts["transfers"], more["transfers"])
     _add(counts["early"], more["early"])
@@ -104,25 +104,25 @@ def add(counts: Counts, more: Counts) -> None:
 
 def link(ranks: Mapping[str, Mapping[str, float]]) -> Gauges:
     """Combine all ranks' connections to one target."""
-    each = [Gauges(**gauges) for gauges in ranks.values()]  # type: ignore[arg-type]
-    busy = [one for one in each if one.connections]
-    connections = sum(one.connections for one in busy)
+    by_rank = [Gauges(**fields) for fields in ranks.values()]  # type: ignore[arg-type]
+    busy = [gauges for gauges in by_rank if gauges.connections]
+    connections = sum(gauges.connections for gauges in busy)
     return Gauges(
         connections=connections,
-        rtt_s=sum(one.rtt_s * one.connections for one in busy) / connections if busy else 0.0,
-        min_rtt_s=min((one.min_rtt_s for one in busy), default=0.0),
-        cwnd_bytes=sum(one.cwnd_bytes for one in busy),
-        queue_bytes=sum(one.queue_bytes for one in busy),
-        delivery_bytes_per_s=sum(one.delivery_bytes_per_s for one in busy),
-        unsent_bytes=sum(one.unsent_bytes for one in busy),
-        looked_s=max((one.looked_s for one in each), default=0.0),
+        rtt_s=sum(gauges.rtt_s * gauges.connections for gauges in busy) / connections if busy else 0.0,
+        min_rtt_s=min((gauges.min_rtt_s for gauges in busy), default=0.0),
+        cwnd_bytes=sum(gauges.cwnd_bytes for gauges in busy),
+        queue_bytes=sum(gauges.queue_bytes for gauges in busy),
+        delivery_bytes_per_s=sum(gauges.delivery_bytes_per_s for gauges in busy),
+        unsent_bytes=sum(gauges.unsent_bytes for gauges in busy),
+        looked_s=max((gauges.looked_s for gauges in by_rank), default=0.0),
     )
 
 
-def summary(counts: Counts) -> dict[str, int | float]:
+def summary(counts: TransferCounts) -> dict[str, int | float]:
     """Return a summary for a log line."""
     nbytes, seconds = sum(counts["nbytes"].values()), sum(counts["seconds"].values())
-    sent = sum((Sent(**fields) for fields in counts["sent"].values()), Sent())  # type: ignore[arg-type]
+    sent = sum((SentCounters(**fields) for fields in counts["sent"].values()), SentCounters())  # type: ignore[arg-type]
     return {
         "transfers": sum(counts["transfers"].values()),
         "bytes": nbytes,

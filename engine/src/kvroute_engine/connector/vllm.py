@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 
 from kvroute_engine.connector.amx import allow_amx
-from kvroute_engine.connector.blocks import Layout
-from kvroute_engine.connector.options import Options, of_rank, read_options
-from kvroute_engine.connector.scheduler import Scheduler, Step
-from kvroute_engine.connector.storage.plan import Prompt, StoragePlan, StorageStep
+from kvroute_engine.connector.blocks import BlockLayout
+from kvroute_engine.connector.options import ConnectorSettings, of_rank, read_options
+from kvroute_engine.connector.scheduler import ConnectorScheduler, ConnectorStep
+from kvroute_engine.connector.storage.plan import StoragePlan, StorageStep, StorePrompt
 from kvroute_engine.connector.storage.worker import StorageWorker, WrittenBlocks
 from kvroute_engine.connector.storage.write_back import StoredChain
-from kvroute_engine.connector.worker import Worker
+from kvroute_engine.connector.worker import ConnectorWorker
 from kvroute_engine.errors import InputError
 
 try:
@@ -54,7 +54,7 @@ log = init_logger("kvroute.connector")
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Message from the scheduler to the workers."""
 
-    step: Step
+    step: ConnectorStep
     storage: StorageStep
 
 
@@ -82,16 +82,18 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._options: Options = of_rank(read_options(transfer.kv_connector_extra_config), _shared_rank(vllm_config))
+        self._options: ConnectorSettings = of_rank(
+            read_options(transfer.kv_connector_extra_config), _shared_rank(vllm_config)
+        )
         self._check(vllm_config, kv_cache_config)
-        self._worker: Worker | None = None
+        self._worker: ConnectorWorker | None = None
         self._storage_worker: StorageWorker | None = None
         """Only with a buffer server."""
-        self._scheduler: Scheduler | None = None
+        self._scheduler: ConnectorScheduler | None = None
         self._storage: StoragePlan | None = None
         """Only with a buffer server."""
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = Scheduler(
+            self._scheduler = ConnectorScheduler(
                 self._options,
                 engine_id=transfer.engine_id,
                 block_tokens=vllm_config.cache_config.block_size,
@@ -120,7 +122,7 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # Scheduler's half
 
     @property
-    def _plan(self) -> Scheduler:
+    def _plan(self) -> ConnectorScheduler:
         assert self._scheduler is not None
         return self._scheduler
 
@@ -132,7 +134,7 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Handle a new request."""
         self._plan.arrived(request.request_id, request.kv_transfer_params, request.prompt_token_ids)
         if self._storage is not None:
-            prompt = Prompt(
+            prompt = StorePrompt(
                 request.prompt_token_ids or (),
                 request.all_token_ids,
                 request.cache_salt or "",
@@ -218,7 +220,7 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # Worker's half
 
     @property
-    def _work(self) -> Worker:
+    def _work(self) -> ConnectorWorker:
         assert self._worker is not None, "register_kv_caches must be called first"
         return self._worker
 
@@ -232,7 +234,7 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
         regions = [region for own in by_layer.values() for region in own]
         numbers = iter(range(len(regions)))
         layers = {layer: [next(numbers) for _ in own] for layer, own in by_layer.items()}
-        layout = Layout(
+        layout = BlockLayout(
             model=str(config.model_config.served_model_name),
             dtype=str(next(iter(kv_caches.values())).dtype),
             block_tokens=config.cache_config.block_size,
@@ -240,7 +242,7 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
             tp=config.parallel_config.tensor_parallel_size,
             rank=config.parallel_config.rank % config.parallel_config.tensor_parallel_size,
         )
-        self._worker = Worker(
+        self._worker = ConnectorWorker(
             regions,
             layout,
             self._options,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from kvroute_engine.connector.stats import Counts, add, is_empty, link, no_counts, summary
+from kvroute_engine.connector.stats import TransferCounts, add, is_empty, link, no_counts, summary
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # type: ignore[import-not-found]
@@ -24,9 +24,9 @@ class KvrouteStats(KVConnectorStats):  # type: ignore[misc]
         super().__init__(data or dict(no_counts()))
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> TransferCounts:
         """The data with its actual type."""
-        return cast(Counts, self.data)
+        return cast(TransferCounts, self.data)
 
     def reset(self) -> None:
         """Reset all counts."""

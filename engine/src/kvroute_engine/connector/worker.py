@@ -9,11 +9,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from kvroute_engine.connector.blocks import Fence, Layout, Region
-from kvroute_engine.connector.options import Options
-from kvroute_engine.connector.scheduler import Held, Pull, Step
+from kvroute_engine.connector.blocks import BlockLayout, Fence, Region
+from kvroute_engine.connector.options import ConnectorSettings
+from kvroute_engine.connector.scheduler import ConnectorStep, HeldBlocks, Pull
 from kvroute_engine.connector.stats import (
-    Counts,
+    TransferCounts,
     count_early,
     count_failure,
     count_link,
@@ -23,12 +23,12 @@ from kvroute_engine.connector.stats import (
 )
 from kvroute_engine.connector.storage.loads import KeptBlocks
 from kvroute_engine.connector.storage.merged_pull import MergedPulls
-from kvroute_engine.connector.transfer.client import Client, Result
+from kvroute_engine.connector.transfer.client import Result, TransferClient
 from kvroute_engine.connector.transfer.nixl_agent import nixl_agent
-from kvroute_engine.connector.transfer.pool import Peer, buffer_peer
-from kvroute_engine.connector.transfer.remote_memory import Agent, SharedMemory
-from kvroute_engine.connector.transfer.server import Server
-from kvroute_engine.connector.transfer.transfer_lanes import Transfer
+from kvroute_engine.connector.transfer.pool import PeerServer, buffer_peer
+from kvroute_engine.connector.transfer.remote_memory import NixlAgent, SharedMemory
+from kvroute_engine.connector.transfer.server import TransferServer
+from kvroute_engine.connector.transfer.transfer_lanes import BlockTransfer
 from kvroute_engine.connector.transfer_params import KvTransferParams
 from kvroute_engine.errors import InputError
 
@@ -37,14 +37,14 @@ CHECK_S = 0.5
 """Minimum interval between queries of the kernel's connection statistics, in seconds."""
 
 
-class Worker:
+class ConnectorWorker:
     """One tensor-parallel rank of one data-parallel `replica`: a server if a producer, a client if a consumer."""
 
     def __init__(
         self,
         regions: Sequence[Region],
-        layout: Layout,
-        options: Options,
+        layout: BlockLayout,
+        options: ConnectorSettings,
         *,
         producer: bool = True,
         consumer: bool = True,
@@ -53,7 +53,7 @@ class Worker:
         fence: Callable[[], Fence | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         environ: Mapping[str, str] | None = None,
-        agent: Callable[[], Agent] = nixl_agent,
+        agent: Callable[[], NixlAgent] = nixl_agent,
     ) -> None:
         """Args:
         layers: by a layer's name, the numbers of the regions that hold its KV.
@@ -68,8 +68,8 @@ class Worker:
         offset = replica * layout.tp + layout.rank
         self._memory = SharedMemory(regions, agent()) if options.data_plane == "nixl" else None
         shared: dict[str, Any] = {"environ": environ, "memory": self._memory}
-        self._server = Server(regions, layout, options, port_offset=offset, **shared) if producer else None
-        self._client = Client(regions, layout, options, **shared) if consumer else None
+        self._server = TransferServer(regions, layout, options, port_offset=offset, **shared) if producer else None
+        self._client = TransferClient(regions, layout, options, **shared) if consumer else None
         self._merged = MergedPulls(self._client, self._pulled) if self._client else None
         self._failed_blocks: set[int] = set()
         self._received: set[str] = set()
@@ -81,7 +81,7 @@ class Worker:
         """Address of this rank's server; None without a server."""
         return self._server.address if self._server else None
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: ConnectorStep) -> None:
         """Start the holds, pulls and releases of a step. Returns at once."""
         self.offer(step)
         if self._server:
@@ -99,7 +99,7 @@ class Worker:
                 if (kept := self._own_blocks(transfer_params)) is not None:
                     self._client.release(buffer_peer(kept.data), kept.id)
 
-    def offer(self, step: Step) -> None:
+    def offer(self, step: ConnectorStep) -> None:
         """Start the holds of a step, which it then no longer has. Called before the model runs: these prompts are
         computed, so a decode instance need not wait for the end of this step."""
         if self._server:
@@ -107,13 +107,13 @@ class Worker:
                 self._hold(self._server, held)
             step.holds.clear()
 
-    def overwrites(self, step: Step) -> None:
+    def overwrites(self, step: ConnectorStep) -> None:
         """Stop reads of the blocks that vLLM has taken back and is about to overwrite. No reader is left on return."""
         if self._server:
             for name in step.withdrawn:
                 self._server.withdraw(name)
 
-    def computed(self, step: Step, layer: str) -> None:
+    def computed(self, step: ConnectorStep, layer: str) -> None:
         """Allow sending the KV of `layer`, which the model has computed or queued."""
         if self._server and step.computing:
             passed = self._fence()
@@ -142,7 +142,7 @@ class Worker:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def counts(self) -> Counts:
+    def counts(self) -> TransferCounts:
         """Return the counts since the last call."""
         now = self._clock()
         if self._server and now >= self._checked_at + CHECK_S:
@@ -166,7 +166,7 @@ class Worker:
         if self._server:
             self._server.close()
 
-    def _hold(self, server: Server, held: Held) -> None:
+    def _hold(self, server: TransferServer, held: HeldBlocks) -> None:
         try:
             server.hold(held.name, held.blocks, held.owner, held.prompt)
         except InputError as error:
@@ -190,10 +190,10 @@ class Worker:
         kept = transfer_params.kept
         return kept if kept is not None and kept.data == self._options.buffer else None
 
-    def _transfer(self, pull: Pull) -> Transfer:
+    def _transfer(self, pull: Pull) -> BlockTransfer:
         transfer_params = pull.transfer_params
         checksum = self._options.checksum if transfer_params.checksum is None else transfer_params.checksum
-        return Transfer(
+        return BlockTransfer(
             request_id=pull.request_id,
             peer=self._peer(transfer_params),
             remote_request_id=transfer_params.remote_request_id,
@@ -206,9 +206,11 @@ class Worker:
             fence=self._fence(),
         )
 
-    def _peer(self, transfer_params: KvTransferParams) -> Peer:
+    def _peer(self, transfer_params: KvTransferParams) -> PeerServer:
         port = transfer_params.port(self._rank)
-        return Peer(transfer_params.remote_host, port, transfer_params.remote_instance, transfer_params.traffic_class)
+        return PeerServer(
+            transfer_params.remote_host, port, transfer_params.remote_instance, transfer_params.traffic_class
+        )
 
     def _count(self, result: Result) -> None:
         source = result.transfer.peer.source

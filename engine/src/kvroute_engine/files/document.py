@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 import yaml
 
+from kvroute_engine import renamed
 from kvroute_engine.errors import InputError, InputErrors
 from kvroute_engine.files.form import FileError, Key, Lines, field_text, form_faults
 from kvroute_engine.files.salvage import salvaged
@@ -51,7 +52,7 @@ def read_document(
     Raises:
         InputErrors: the text is no YAML mapping, or a file of another kind.
     """
-    value, lines, found = _read_yaml(text, source, _CLUSTER_BEGINS)
+    value, lines, found = _read_cluster(text, source)
     return _salvaged(overlay(value), kind, (), lines, found)
 
 
@@ -77,7 +78,7 @@ def salvage_section(
     Raises:
         InputErrors: the text is no YAML mapping.
     """
-    value, lines, found = _read_yaml(text, source, _CLUSTER_BEGINS)
+    value, lines, found = _read_cluster(text, source)
     inside = [fault for fault in found if fault.field == key or fault.field.startswith((f"{key}.", f"{key}["))]
     if key not in value and not inside:
         return kind(), lines, []
@@ -139,7 +140,7 @@ def read_plain(text: str, source: str) -> dict[str, object]:
     Raises:
         InputErrors: the text is no YAML mapping, or uses YAML features that are not supported.
     """
-    value, _, found = _read_yaml(text, source, _CLUSTER_BEGINS)
+    value, _, found = _read_cluster(text, source)
     if found:
         raise InputErrors(found)
     return value
@@ -160,7 +161,7 @@ def _salvaged(
 ) -> tuple[T, Lines, list[FileError]]:
     """Convert `value`, located at `key`, to a `kind`; return all faults, including those in `found`, in file order."""
     try:
-        result, doubts = msgspec.convert(value, kind, dec_hook=read_quantity), frozenset[Key]()
+        result, unread_keys = msgspec.convert(value, kind, dec_hook=read_quantity), frozenset[Key]()
     except msgspec.ValidationError as error:
         if not key and (other := _other_kind(value, kind)):
             raise InputErrors([FileError(other[0], source=lines.source, line=1, field="", hint=other[1])]) from None
@@ -170,8 +171,8 @@ def _salvaged(
             return _salvaged(value, kind, key, replace(lines, numbers={}), found)
         found = found + [fault for fault in wrong if (fault.line, fault.field) not in known]
         found = found or [lines.error(str(error), key)]
-        result, doubts = salvaged(value, kind, key)
-    return result, replace(lines, doubts=doubts), sorted(found, key=lambda fault: (fault.line, fault.field))
+        result, unread_keys = salvaged(value, kind, key)
+    return result, replace(lines, unread_keys=unread_keys), sorted(found, key=lambda fault: (fault.line, fault.field))
 
 
 def _read_as_numbers(value: object, base: Key, numbers: Mapping[Key, float], wrong: Set[str]) -> bool:
@@ -197,6 +198,46 @@ def _other_kind(value: object, kind: type) -> tuple[str, str] | None:
     if len(keys & tells) > own:
         return f"this looks like {name}", f"read it with `{command}`"
     return None
+
+
+def _read_cluster(text: str, source: str) -> tuple[dict[str, object], Lines, list[FileError]]:
+    """Return the plain values of a cluster file, with keys of the previous version under their present names."""
+    value, lines, found = _read_yaml(text, source, _CLUSTER_BEGINS)
+    old: dict[Key, Key] = {
+        key: present
+        for key, name in renamed.CLUSTER_FILE.items()
+        if key in lines.of and (present := (*key[:-1], name)) not in lines.of
+    }
+    if not old:
+        return value, lines, found
+    hint = "`kvroute topology check --write` renames it in the file"
+    outdated = tuple(lines.error(f"is now called `{new[-1]}`", key, hint) for key, new in old.items())
+    renamed.rename_keys(value, renamed.CLUSTER_FILE)
+    of = {old.get(key, key): line for key, line in lines.of.items()}
+    numbers = {old.get(key, key): number for key, number in lines.numbers.items()}
+    return value, replace(lines, of=of, numbers=numbers, outdated=outdated), found
+
+
+def with_present_names(text: str, source: str) -> tuple[str, list[FileError]]:
+    """Return a cluster file in which the keys of the previous version have their present names, and the warnings of
+    these keys. Comments and layout stay; a key that the file also has under its present name stays, too.
+
+    Raises:
+        InputErrors: the text is no YAML mapping, or uses YAML features that are not supported.
+    """
+    _, lines, found = _read_cluster(text, source)
+    if found:
+        raise InputErrors(found)
+    keys = dict[Key, tuple[int, int]]()
+    _Reader(text, source, keys).document()
+    spans = [
+        (keys[key], key[-1], name)
+        for key, name in renamed.CLUSTER_FILE.items()
+        if key in keys and (*key[:-1], name) not in keys
+    ]
+    for (start, end), old, name in sorted(spans, reverse=True):
+        text = text[:start] + text[start:end].replace(old, name) + text[end:]
+    return text, list(lines.outdated)
 
 
 def _read_yaml(text: str, source: str, begin: str) -> tuple[dict[str, object], Lines, list[FileError]]:
@@ -234,7 +275,9 @@ class _Reader:
     """Converts YAML events to plain values and records lines. It uses events because composing nodes has no depth
     limit."""
 
-    def __init__(self, text: str, source: str) -> None:
+    def __init__(self, text: str, source: str, keys: dict[Key, tuple[int, int]] | None = None) -> None:
+        """Args: `keys` gets the position of each key's name in the text, as start and end; None: not needed."""
+        self._keys = keys
         self.lines: dict[Key, int] = {(): 1}
         self.numbers: dict[Key, float] = {}
         """See `Lines.numbers`."""
@@ -281,6 +324,8 @@ class _Reader:
                 hint = f"its first definition is on line {self.lines[place]}"
                 self._fault(f"the key {name!r} is defined twice", event, place, hint)
             self.lines.setdefault(place, _line(event))
+            if self._keys is not None and event.start_mark and event.end_mark:
+                self._keys[place] = event.start_mark.index, event.end_mark.index
             value = self._value(self._next(), place)
             if value is None and len(self.faults) == known:
                 self._fault(f"{name!r} has no value", event, place, "give a value or remove the key")

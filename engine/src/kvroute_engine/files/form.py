@@ -38,8 +38,10 @@ class Lines:
 
     source: str
     of: Mapping[Key, int] = field(default_factory=dict)
-    doubts: Set[Key] = frozenset()
+    unread_keys: Set[Key] = frozenset()
     """Keys whose values could not be read; checks that depend on them are skipped."""
+    outdated: tuple[FileError, ...] = ()
+    """Warnings of keys that the file has under the names of the previous version."""
     written_at: tuple[int, ...] = ()
     """With an expanded file: the index in the file of each of its instances; empty: the same."""
     numbers: Mapping[Key, float] = field(default_factory=dict)
@@ -49,9 +51,9 @@ class Lines:
         """Return True if the value at a key (`*`: any index or name) was read; `whole`: with everything below it."""
         pattern = self.written(pattern)
         return not any(
-            (whole or len(doubt) <= len(pattern))
-            and all(part in ("*", at) for part, at in zip(pattern, doubt, strict=False))
-            for doubt in self.doubts
+            (whole or len(key) <= len(pattern))
+            and all(part in ("*", at) for part, at in zip(pattern, key, strict=False))
+            for key in self.unread_keys
         )
 
     def error(self, what: str, key: Key = (), hint: str = "") -> FileError:

@@ -23,12 +23,12 @@ def salvaged(value: object, kind: type[T], key: Key) -> tuple[T, frozenset[Key]]
     Return also the keys at which it holds a placeholder, or a default where the file may mean another value.
     """
     reader = _Salvage()
-    return cast(T, reader.read(value, kind, key)), frozenset(reader.doubts)
+    return cast(T, reader.read(value, kind, key)), frozenset(reader.unread_keys)
 
 
 class _Salvage:
     def __init__(self) -> None:
-        self.doubts: set[Key] = set()
+        self.unread_keys: set[Key] = set()
         self._names = count()
 
     def read(self, value: object, kind: Any, key: Key) -> object:
@@ -45,14 +45,14 @@ class _Salvage:
             return {name: self.read(item, get_args(table)[1], (*key, name)) for name, item in value.items()}
         if structs and isinstance(value, dict):
             return self._struct(value, struct_of(value, structs), key)
-        self.doubts.add(key)
+        self.unread_keys.add(key)
         return value if isinstance(value, str) and _base(options[0]) is str else self._placeholder(options)
 
     def _struct(self, value: Mapping[str, object], struct: type[msgspec.Struct], key: Key) -> msgspec.Struct:
         entries = {entry.encode_name: entry for entry in msgspec.structs.fields(struct)}
         tag_field = struct.__struct_config__.tag_field
         if tag_field is not None and value.get(tag_field) != struct.__struct_config__.tag:
-            self.doubts.add((*key, tag_field))
+            self.unread_keys.add((*key, tag_field))
         own = entries.keys() | {tag_field or ""}
         meant = meant_keys(value, own)
         written = {meant.get(name, name): name for name in value}
@@ -66,7 +66,7 @@ class _Salvage:
                 fields[entry.name] = self.read(value[written[name]], entry.type, (*key, written[name]))
                 continue
             if entry.required or puzzles:
-                self.doubts.add((*key, name))
+                self.unread_keys.add((*key, name))
             if entry.default is not msgspec.NODEFAULT:
                 fields[entry.name] = entry.default
             elif entry.default_factory is not msgspec.NODEFAULT:

@@ -16,13 +16,13 @@ import numpy as np
 from kvroute_engine.switch.wire import (
     CHUNK_VALUES,
     SLOTS_MAX,
-    Control,
+    ControlPacket,
     Data,
-    Kind,
+    PacketError,
+    PacketKind,
     Reason,
     Reduction,
     Values,
-    WireError,
     as_result,
     decode,
     encode,
@@ -32,7 +32,7 @@ IDLE_S = 60.0
 """A job without packets for this time loses its slots."""
 
 
-class Offload(Protocol):
+class AggregationOffload(Protocol):
     """Something that aggregates the data of running jobs instead of this state machine, such as the kernel."""
 
     def begin(self, job: int, epoch: int, slots: int, addresses: Sequence[Hashable]) -> bool:
@@ -67,7 +67,7 @@ class _Job:
     session: int = 0
     running: bool = False
     first_operation: int = 0
-    joined: dict[int, Control] = field(default_factory=dict)
+    joined: dict[int, ControlPacket] = field(default_factory=dict)
     """Last JOIN of each worker."""
     addresses: dict[int, Hashable] = field(default_factory=dict)
     versions: list[tuple[_Slot, _Slot]] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Aggregator:
     """
 
     def __init__(
-        self, slots: int, first_session: int, *, idle_s: float = IDLE_S, offload: Offload | None = None
+        self, slots: int, first_session: int, *, idle_s: float = IDLE_S, offload: AggregationOffload | None = None
     ) -> None:
         """`first_session`: number of the first session, above those of all earlier switches of these workers, such as
         the time in nanoseconds; so that workers notice that a switch has restarted."""
@@ -106,22 +106,22 @@ class Aggregator:
         """Slots that no job has."""
         return self._free
 
-    def receive(self, octets: bytes, source: Hashable, now_s: float) -> list[tuple[Hashable, bytes]]:
+    def receive(self, content: bytes, source: Hashable, now_s: float) -> list[tuple[Hashable, bytes]]:
         """Take a packet; return the packets to send, with their addresses."""
         self.packets += 1
         try:
-            packet = decode(octets)
-        except WireError:
+            packet = decode(content)
+        except PacketError:
             self.malformed += 1
             return []
         job = self._jobs.get(packet.job)
         if job is not None:
             job.heard_s = now_s
         if isinstance(packet, Data):
-            return list(self._data(packet, octets, job, source)) if packet.kind == Kind.DATA else []
-        if packet.kind == Kind.JOIN:
+            return list(self._data(packet, content, job, source)) if packet.kind == PacketKind.DATA else []
+        if packet.kind == PacketKind.JOIN:
             return list(self._join(packet, job, source, now_s))
-        if packet.kind == Kind.LEAVE and job is not None:
+        if packet.kind == PacketKind.LEAVE and job is not None:
             self._leave(packet, job)
         return []
 
@@ -144,16 +144,16 @@ class Aggregator:
                 job.heard[worker] = job.heard[worker][0], job.epoch
 
     def _join(
-        self, packet: Control, job: _Job | None, source: Hashable, now_s: float
+        self, packet: ControlPacket, job: _Job | None, source: Hashable, now_s: float
     ) -> Iterator[tuple[Hashable, bytes]]:
         if job is None:
             if packet.slots > self._free:
-                yield source, encode(replace(packet, kind=Kind.REFUSED, reason=Reason.SLOTS))
+                yield source, encode(replace(packet, kind=PacketKind.REFUSED, reason=Reason.SLOTS))
                 return
             self._free -= packet.slots
             job = self._jobs[packet.job] = _Job(packet.workers, packet.slots, 0, now_s)
         if (packet.workers, packet.slots) != (job.workers, job.slots):
-            yield source, encode(replace(packet, kind=Kind.REFUSED, reason=Reason.SHAPE))
+            yield source, encode(replace(packet, kind=PacketKind.REFUSED, reason=Reason.SHAPE))
             return
         self._hear(packet.job, job, now_s)
         known = job.joined.get(packet.worker)
@@ -175,16 +175,16 @@ class Aggregator:
         job.left.discard(packet.worker)
         if len(job.joined) == job.workers:
             self._begin(packet.job, job)
-            for each in job.joined.values():
-                yield job.addresses[each.worker], self._joined(job, each)
+            for joined in job.joined.values():
+                yield job.addresses[joined.worker], self._joined(job, joined)
 
     def _begin(self, number: int, job: _Job) -> None:
         """Begin an epoch: go on with the session if all workers have the same one, else begin a new one. New workers
         may enter a session without complete operations, so that workers that restart one by one find each other."""
-        self._epochs = max([self._epochs, *(each.epoch for each in job.joined.values())]) + 1
+        self._epochs = max([self._epochs, *(joined.epoch for joined in job.joined.values())]) + 1
         job.epoch, job.running = self._epochs, True
-        sessions = {each.session for each in job.joined.values()}
-        operations = [each.operations for each in job.joined.values()]
+        sessions = {joined.session for joined in job.joined.values()}
+        operations = [joined.operations for joined in job.joined.values()]
         old = sessions - {0}
         if len(old) == 1 and (0 not in sessions or not any(operations)):
             job.session, job.first_operation = old.pop(), min(operations)
@@ -201,16 +201,18 @@ class Aggregator:
             self._offload.end(number)
         job.offloaded = False
 
-    def _joined(self, job: _Job, packet: Control) -> bytes:
-        answer = replace(packet, kind=Kind.JOINED, epoch=job.epoch, session=job.session, operations=job.first_operation)
+    def _joined(self, job: _Job, packet: ControlPacket) -> bytes:
+        answer = replace(
+            packet, kind=PacketKind.JOINED, epoch=job.epoch, session=job.session, operations=job.first_operation
+        )
         return encode(answer)
 
     def _data(
-        self, packet: Data, octets: bytes, job: _Job | None, source: Hashable
+        self, packet: Data, content: bytes, job: _Job | None, source: Hashable
     ) -> Iterator[tuple[Hashable, bytes]]:
         if job is None or not job.running or packet.epoch != job.epoch:
             if job is None or packet.epoch < max(job.epoch, 1) or not job.running:
-                stale = Control(Kind.STALE, packet.job, packet.epoch, packet.worker, packet.workers)
+                stale = ControlPacket(PacketKind.STALE, packet.job, packet.epoch, packet.worker, packet.workers)
                 yield source, encode(stale)
             return
         if packet.slot >= job.slots or packet.workers != job.workers or job.offloaded:
@@ -226,7 +228,7 @@ class Aggregator:
             slot.values[:] = packet.values
         elif slot.seen & bit:
             if slot.seen == whole:
-                yield source, as_result(octets, slot.values)
+                yield source, as_result(content, slot.values)
             return
         else:
             slot.seen |= bit
@@ -234,11 +236,11 @@ class Aggregator:
             combine(slot.values, packet.values, out=slot.values)
         if slot.seen == whole:
             self.results += 1
-            result = as_result(octets, slot.values)
+            result = as_result(content, slot.values)
             for address in job.addresses.values():
                 yield address, result
 
-    def _leave(self, packet: Control, job: _Job) -> None:
+    def _leave(self, packet: ControlPacket, job: _Job) -> None:
         known = job.joined.get(packet.worker)
         if known is None or packet.incarnation != known.incarnation:
             return

@@ -17,11 +17,11 @@ from kvroute_engine.switch.wire import (
     DATA_BYTES,
     SLOTS_MAX,
     Data,
-    Kind,
+    PacketError,
+    PacketKind,
     Reason,
     Reduction,
     Values,
-    WireError,
     decode,
     encode,
 )
@@ -48,15 +48,15 @@ def is_answering(switch: tuple[str, int], job: int, wait_s: float) -> bool:
     Raises:
         InputError: the host is not known.
     """
-    probe = Data(Kind.DATA, job, 1, 0, 1, 0, 0, Reduction.SUM, 0, np.zeros(CHUNK_VALUES, np.int32))
+    probe = Data(PacketKind.DATA, job, 1, 0, 1, 0, 0, Reduction.SUM, 0, np.zeros(CHUNK_VALUES, np.int32))
     with _connected(switch) as connection:
         connection.settimeout(wait_s)
         try:
             connection.send(encode(probe))
             answer = decode(connection.recv(DATA_BYTES + 1))
-        except (OSError, WireError):
+        except (OSError, PacketError):
             return False
-        return answer.kind == Kind.STALE
+        return answer.kind == PacketKind.STALE
 
 
 def _connected(switch: tuple[str, int]) -> socket.socket:

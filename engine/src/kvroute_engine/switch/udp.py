@@ -12,7 +12,7 @@ from kvroute_engine.errors import InputError
 from kvroute_engine.switch.aggregator import Aggregator
 from kvroute_engine.switch.status import SwitchStatus
 from kvroute_engine.switch.wire import DATA_BYTES, SLOTS_MAX
-from kvroute_engine.switch.xdp import Peer, XdpOffload, XdpUnavailable
+from kvroute_engine.switch.xdp import PacketSource, XdpOffload, XdpUnavailable
 
 _BUFFER_BYTES = 8 * 2**20
 _EXPIRE_S = 1.0
@@ -96,12 +96,12 @@ class UdpSwitch:
         for level, kind, data in ancillary:
             if (level, kind) == (socket.IPPROTO_IP, _PACKET_INFO):
                 interface, _, local = _INFO.unpack(data)
-        return packet, Peer(source[0], source[1], interface, socket.inet_ntoa(local))
+        return packet, PacketSource(source[0], source[1], interface, socket.inet_ntoa(local))
 
     def _send(self, answer: bytes, target: Hashable) -> None:
         assert isinstance(target, tuple)
         try:
-            self._socket.sendto(answer, target[:2] if isinstance(target, Peer) else target)
+            self._socket.sendto(answer, target[:2] if isinstance(target, PacketSource) else target)
         except OSError:
             return  # such as a worker that cannot be reached; the protocol treats it as a lost packet
 

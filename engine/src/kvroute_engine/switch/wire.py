@@ -32,7 +32,7 @@ _RESULT = bytes([2])
 Values: TypeAlias = npt.NDArray[np.int32]
 
 
-class Kind(IntEnum):
+class PacketKind(IntEnum):
     """What a packet is."""
 
     DATA = 1
@@ -68,7 +68,7 @@ class Reason(IntEnum):
     """The job exists with another number of workers or slots."""
 
 
-class WireError(ValueError):
+class PacketError(ValueError):
     """Bytes that are not a packet of this protocol."""
 
 
@@ -76,7 +76,7 @@ class WireError(ValueError):
 class Data:
     """A packet of kind DATA or RESULT."""
 
-    kind: Kind
+    kind: PacketKind
     job: int
     epoch: int
     worker: int
@@ -93,10 +93,10 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
+class ControlPacket:
     """A packet of any other kind. Fields that a kind does not use are 0."""
 
-    kind: Kind
+    kind: PacketKind
     job: int
     epoch: int
     """JOIN: the last epoch of the worker, 0 before the first; JOINED: the new one; STALE: that which is over."""
@@ -113,10 +113,10 @@ class Control:
     """JOIN: number that increases each time the worker starts; the answer has that of the JOIN."""
 
 
-def encode(packet: Data | Control) -> bytes:
+def encode(packet: Data | ControlPacket) -> bytes:
     """Encode a packet: DATA_BYTES or CONTROL_BYTES bytes."""
     common = (MAGIC, PROTOCOL, packet.kind, packet.job, packet.epoch, packet.worker, packet.workers)
-    if isinstance(packet, Control):
+    if isinstance(packet, ControlPacket):
         rest = (packet.slots, packet.reason, packet.session, packet.operations, packet.incarnation)
         return _CONTROL.pack(*common, *rest)
     header = _DATA.pack(*common, packet.slot, packet.version, packet.reduction, packet.chunk)
@@ -128,48 +128,48 @@ def as_result(data: bytes, values: Values) -> bytes:
     return b"".join((data[:3], _RESULT, data[4 : _DATA.size], values.astype("<i4", copy=False).tobytes()))
 
 
-def decode(octets: bytes) -> Data | Control:
+def decode(content: bytes) -> Data | ControlPacket:
     """Decode a packet and check every field.
 
     Raises:
         WireError: it is not a packet of this protocol.
     """
-    if len(octets) == DATA_BYTES:
-        return _decode_data(octets)
-    if len(octets) == CONTROL_BYTES:
-        return _decode_control(octets)
-    raise WireError(f"a packet has {DATA_BYTES} or {CONTROL_BYTES} bytes, not {len(octets)}")
+    if len(content) == DATA_BYTES:
+        return _decode_data(content)
+    if len(content) == CONTROL_BYTES:
+        return _decode_control(content)
+    raise PacketError(f"a packet has {DATA_BYTES} or {CONTROL_BYTES} bytes, not {len(content)}")
 
 
-def _decode_data(octets: bytes) -> Data:
-    magic, protocol, kind, job, epoch, worker, workers, slot, version, reduction, chunk = _DATA.unpack_from(octets)
+def _decode_data(content: bytes) -> Data:
+    magic, protocol, kind, job, epoch, worker, workers, slot, version, reduction, chunk = _DATA.unpack_from(content)
     _check_common(magic, protocol, worker, workers)
-    if kind not in (Kind.DATA, Kind.RESULT):
-        raise WireError(f"a data packet cannot be of kind {kind}")
+    if kind not in (PacketKind.DATA, PacketKind.RESULT):
+        raise PacketError(f"a data packet cannot be of kind {kind}")
     if version > 1 or reduction > 1 or not epoch:
-        raise WireError(f"version {version}, reduction {reduction} or epoch {epoch} is out of range")
-    values = np.frombuffer(octets, "<i4", CHUNK_VALUES, _DATA.size)
-    return Data(Kind(kind), job, epoch, worker, workers, slot, version, Reduction(reduction), chunk, values)
+        raise PacketError(f"version {version}, reduction {reduction} or epoch {epoch} is out of range")
+    values = np.frombuffer(content, "<i4", CHUNK_VALUES, _DATA.size)
+    return Data(PacketKind(kind), job, epoch, worker, workers, slot, version, Reduction(reduction), chunk, values)
 
 
-def _decode_control(octets: bytes) -> Control:
-    unpacked = _CONTROL.unpack(octets)
+def _decode_control(content: bytes) -> ControlPacket:
+    unpacked = _CONTROL.unpack(content)
     magic, protocol, kind, job, epoch, worker, workers, slots, reason, session, operations, incarnation = unpacked
     _check_common(magic, protocol, worker, workers)
-    if not Kind.JOIN <= kind <= Kind.LEAVE:
-        raise WireError(f"a control packet cannot be of kind {kind}")
-    if reason > Reason.SHAPE or (reason != Reason.NONE) != (kind == Kind.REFUSED):
-        raise WireError(f"reason {reason} does not fit kind {kind}")
-    if kind in (Kind.JOIN, Kind.JOINED) and not slots:
-        raise WireError("a job needs a slot")
-    if kind == Kind.JOIN and epoch > EPOCH_JOIN_MAX:
-        raise WireError(f"epoch {epoch} of a JOIN is above {EPOCH_JOIN_MAX}")
+    if not PacketKind.JOIN <= kind <= PacketKind.LEAVE:
+        raise PacketError(f"a control packet cannot be of kind {kind}")
+    if reason > Reason.SHAPE or (reason != Reason.NONE) != (kind == PacketKind.REFUSED):
+        raise PacketError(f"reason {reason} does not fit kind {kind}")
+    if kind in (PacketKind.JOIN, PacketKind.JOINED) and not slots:
+        raise PacketError("a job needs a slot")
+    if kind == PacketKind.JOIN and epoch > EPOCH_JOIN_MAX:
+        raise PacketError(f"epoch {epoch} of a JOIN is above {EPOCH_JOIN_MAX}")
     reason = Reason(reason)
-    return Control(Kind(kind), job, epoch, worker, workers, slots, reason, session, operations, incarnation)
+    return ControlPacket(PacketKind(kind), job, epoch, worker, workers, slots, reason, session, operations, incarnation)
 
 
 def _check_common(magic: int, protocol: int, worker: int, workers: int) -> None:
     if magic != MAGIC or protocol != PROTOCOL:
-        raise WireError(f"magic {magic:#06x}, protocol {protocol}: expected {MAGIC:#06x} and {PROTOCOL}")
+        raise PacketError(f"magic {magic:#06x}, protocol {protocol}: expected {MAGIC:#06x} and {PROTOCOL}")
     if not worker < workers <= WORKERS_MAX:
-        raise WireError(f"worker {worker} of {workers}: at most {WORKERS_MAX} workers, numbered from 0")
+        raise PacketError(f"worker {worker} of {workers}: at most {WORKERS_MAX} workers, numbered from 0")

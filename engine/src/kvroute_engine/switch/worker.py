@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from kvroute_engine.switch.wire import (
     CHUNK_VALUES,
-    Control,
+    ControlPacket,
     Data,
-    Kind,
+    PacketError,
+    PacketKind,
     Reason,
     Reduction,
     Values,
-    WireError,
     decode,
     encode,
 )
@@ -149,7 +149,7 @@ class Worker:
         if self.state == "joining":
             if now_s >= self._join_at_s:
                 self._join_at_s = now_s + self._retry_s
-                yield encode(self._control(Kind.JOIN))
+                yield encode(self._control(PacketKind.JOIN))
             return
         operation = self._replayed or self._current
         if self.state != "running" or operation is None or not operation.missing:
@@ -175,7 +175,7 @@ class Worker:
         number = operation.first_chunk + chunk
         return encode(
             Data(
-                Kind.DATA,
+                PacketKind.DATA,
                 self._job,
                 self._epoch,
                 self._number,
@@ -188,27 +188,32 @@ class Worker:
             )
         )
 
-    def receive(self, octets: bytes, now_s: float) -> None:
+    def receive(self, content: bytes, now_s: float) -> None:
         """Take a packet; others than of this job and epoch are ignored."""
         try:
-            packet = decode(octets)
-        except WireError:
+            packet = decode(content)
+        except PacketError:
             return
         if packet.job != self._job:
             return
         if isinstance(packet, Data):
             self._receive_result(packet, now_s)
-        elif packet.kind == Kind.STALE and packet.epoch == self._epoch and self.state == "running":
+        elif packet.kind == PacketKind.STALE and packet.epoch == self._epoch and self.state == "running":
             self.state, self._join_at_s = "joining", 0.0
         elif self.state == "joining" and packet.incarnation == self._incarnation:
-            if packet.kind == Kind.REFUSED:
+            if packet.kind == PacketKind.REFUSED:
                 self.state, self.reason = "refused", packet.reason
-            elif packet.kind == Kind.JOINED and packet.epoch > self._epoch:
+            elif packet.kind == PacketKind.JOINED and packet.epoch > self._epoch:
                 self._joined(packet)
 
     def _receive_result(self, packet: Data, now_s: float) -> None:
         operation = self._replayed or self._current
-        if packet.kind != Kind.RESULT or packet.epoch != self._epoch or operation is None or self.state != "running":
+        if (
+            packet.kind != PacketKind.RESULT
+            or packet.epoch != self._epoch
+            or operation is None
+            or self.state != "running"
+        ):
             return
         chunk = packet.chunk - operation.first_chunk
         if not 0 <= chunk < len(operation.values) or operation.done[chunk]:
@@ -241,7 +246,7 @@ class Worker:
         sample_s = min(now_s - sent.first_s, _SAMPLE_MAX_S)
         self._round_trip_s += (sample_s - self._round_trip_s) * (0.125 if self._round_trip_s else 1.0)
 
-    def _joined(self, packet: Control) -> None:
+    def _joined(self, packet: ControlPacket) -> None:
         self._epoch = packet.epoch
         if self._operations and packet.session != self._session:
             self.state = "restarted"
@@ -263,10 +268,10 @@ class Worker:
 
     def leave(self) -> bytes:
         """Return the packet with which the worker frees its slots."""
-        return encode(self._control(Kind.LEAVE))
+        return encode(self._control(PacketKind.LEAVE))
 
-    def _control(self, kind: Kind) -> Control:
-        return Control(
+    def _control(self, kind: PacketKind) -> ControlPacket:
+        return ControlPacket(
             kind,
             self._job,
             self._epoch,

@@ -6,9 +6,9 @@ It needs no Kubernetes client and no access to the API server.
 from kvroute_engine.topology_labels.files import read_labels
 from kvroute_engine.topology_labels.worker import (
     MissingTopology,
-    WorkerSettings,
+    TopologyWorkerSpec,
     engine_environment,
     wait_for_labels,
 )
 
-__all__ = ["MissingTopology", "WorkerSettings", "engine_environment", "read_labels", "wait_for_labels"]
+__all__ = ["MissingTopology", "TopologyWorkerSpec", "engine_environment", "read_labels", "wait_for_labels"]

@@ -44,7 +44,7 @@ class MissingTopology(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSettings:
+class TopologyWorkerSpec:
     """What the environment says about topology."""
 
     enabled: bool = False
@@ -56,7 +56,7 @@ class WorkerSettings:
     """How long the value may take."""
 
     @classmethod
-    def read(cls, environment: Mapping[str, str]) -> WorkerSettings:
+    def read(cls, environment: Mapping[str, str]) -> TopologyWorkerSpec:
         """Return the settings.
 
         Raises:
@@ -71,7 +71,7 @@ class WorkerSettings:
         level = _value(environment, LEVEL)
         if "/" in level or level.startswith("."):
             raise InputError(f"{level!r} is not a level", where=LEVEL[0], hint="write one like zone or rack")
-        existing = (each for each in DEFAULT_FOLDERS if each.is_dir())
+        existing = (folder for folder in DEFAULT_FOLDERS if folder.is_dir())
         return cls(
             enabled=True,
             folder=Path(folder) if folder else next(existing, DEFAULT_FOLDERS[0]),
@@ -115,7 +115,7 @@ def _seconds(text: str) -> float:
 
 
 def wait_for_labels(
-    settings: WorkerSettings,
+    settings: TopologyWorkerSpec,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> dict[str, str]:
@@ -144,7 +144,7 @@ def wait_for_labels(
         pause(min(1.0, left_s))
 
 
-def _missing(settings: WorkerSettings, labels: Mapping[str, str]) -> str:
+def _missing(settings: TopologyWorkerSpec, labels: Mapping[str, str]) -> str:
     path = settings.folder / settings.level
     state = "is empty" if path.is_file() else "does not exist"
     others = f" (the volume has {', '.join(labels)})" if labels else ""

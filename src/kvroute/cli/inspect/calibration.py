@@ -12,7 +12,7 @@ from kvroute.cli.inspect.columns import columns_of
 from kvroute.cli.output import console, print_json
 from kvroute.control import CalibrationRow, LogRecord, calibration_deciles
 from kvroute.control.log import read_log
-from kvroute.report.grid import Entry, Grid, Heading, rich_table
+from kvroute.report.grid import Grid, GridEntry, Heading, rich_table
 from kvroute.types import Arrived, Decode, DecodeFailed, Finished, InputError, Prefill, PrefillFailed
 
 
@@ -67,15 +67,15 @@ def _plain(row: CalibrationRow) -> dict[str, Any]:
 
 
 def _grid(rows: tuple[CalibrationRow, ...]) -> Grid:
-    labels = (Heading("decile"), tuple(Entry(str(number)) for number in range(1, len(rows) + 1)))
-    counts = (Heading("requests"), tuple(Entry(str(row.requests)) for row in rows))
+    labels = (Heading("decile"), tuple(GridEntry(str(number)) for number in range(1, len(rows) + 1)))
+    counts = (Heading("requests"), tuple(GridEntry(str(row.requests)) for row in rows))
     figures = {
         "predicted_s": [row.predicted_s for row in rows],
         "actual_p50_s": [row.actual_p50_s for row in rows],
         "actual_p90_s": [row.actual_p90_s for row in rows],
         "actual_s": [row.actual_s for row in rows],
     }
-    ratios = (Heading("actual/predicted"), tuple(Entry(f"{row.ratio:.2f}") for row in rows))
+    ratios = (Heading("actual/predicted"), tuple(GridEntry(f"{row.ratio:.2f}") for row in rows))
     columns = [labels, counts, *columns_of(figures), ratios]
     return Grid(
         "Time to the first token by deciles of the prediction",

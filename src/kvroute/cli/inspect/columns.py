@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from kvroute.report.grid import UNKNOWN, Entry, Heading
+from kvroute.report.grid import UNKNOWN, GridEntry, Heading
 
-Column = tuple[Heading, tuple[Entry, ...]]
+Column = tuple[Heading, tuple[GridEntry, ...]]
 
 
 def columns_of(
@@ -37,7 +37,7 @@ def columns_of(
         else:
             title, text = _words(name, ""), _figure
         entries = (
-            Entry(UNKNOWN) if value is None else Entry(text(value), best=index == best)
+            GridEntry(UNKNOWN) if value is None else GridEntry(text(value), best=index == best)
             for index, value in enumerate(values)
         )
         made.append((Heading(title, drop=order), tuple(entries)))

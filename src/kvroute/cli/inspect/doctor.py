@@ -17,7 +17,7 @@ from kvroute.cli.output import console, print_json, remarks, tell, thin_table
 from kvroute.types import InputError
 
 if TYPE_CHECKING:
-    from kvroute.doctor import EngineReport, Options, PairReport, Report
+    from kvroute.doctor import EngineReport, ExaminationReport, ExaminationSpec, PairReport
     from kvroute.serve.lifecycle.deployment import Deployment
 
 _INTERRUPTED = 130
@@ -67,12 +67,12 @@ def doctor(
     try:
         import uvloop
 
-        from kvroute.doctor import Options
+        from kvroute.doctor import ExaminationSpec
         from kvroute.http.open_files import raise_limit
         from kvroute.serve.lifecycle.deployment import Deployment
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[serve]'") from None
-    options = Options(pairs=_pairs(pairs), timeout_s=_timeout_s(timeout), prompt_tokens=prompt_tokens)
+    options = ExaminationSpec(pairs=_pairs(pairs), timeout_s=_timeout_s(timeout), prompt_tokens=prompt_tokens)
     deployment = Deployment.read(cluster)
     if not deployment.cluster.instances:
         raise InputError(NO_INSTANCES, where=str(cluster), hint="list the engines to check them")
@@ -124,7 +124,7 @@ def _key(option: str | None, of_file: str | None) -> str:
     return key
 
 
-async def _examined(deployment: Deployment, options: Options, key: str) -> Report | None:
+async def _examined(deployment: Deployment, options: ExaminationSpec, key: str) -> ExaminationReport | None:
     """Return the report; None after SIGINT or SIGTERM."""
     from kvroute.doctor import examine
 
@@ -138,7 +138,7 @@ async def _examined(deployment: Deployment, options: Options, key: str) -> Repor
         return None
 
 
-def _print(report: Report) -> None:
+def _print(report: ExaminationReport) -> None:
     out = console()
     out.print(_engine_table(report.engines))
     if report.pairs:
@@ -152,9 +152,10 @@ def _print(report: Report) -> None:
             f"{len(report.pairs)} of {report.pairs_possible} possible pairs were tested; --pairs all tests all of them."
         )
         out.print(what, style="dim", highlight=False)
-    alone = [engine.alone for engine in report.engines if engine.alone is not None]
-    if alone:
-        what = f"{alone.count('')} of {len(alone)} engines that may serve a request without a KV transfer served one."
+    aggregated = [engine.aggregated for engine in report.engines if engine.aggregated is not None]
+    if aggregated:
+        served = f"{aggregated.count('')} of {len(aggregated)} engines"
+        what = f"{served} that may serve a request without a KV transfer served one."
         out.print(what, style="dim", highlight=False)
     if report.well:
         out.print("All checks passed.", style="green")

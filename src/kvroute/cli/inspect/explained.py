@@ -20,7 +20,7 @@ from kvroute.cli.output import console, print_json
 from kvroute.control import ControlSpec, LogRecord
 from kvroute.control.log import read_log
 from kvroute.policies import TierLearned
-from kvroute.report.grid import Entry, Grid, Heading, rich_table
+from kvroute.report.grid import Grid, GridEntry, Heading, rich_table
 from kvroute.topology import parse
 from kvroute.types import (
     Arrived,
@@ -43,7 +43,7 @@ from kvroute.types import (
 )
 
 _DROPPED: tuple[str, ...] = (
-    "played",
+    "simulated",
     "own_transfers",
     "congestion",
     "policy_cost",
@@ -93,9 +93,9 @@ def _add_not_compared(log: Path, found: Sequence[_Made]) -> None:
     header, _ = read_log(log)
     cluster = parse(header.cluster, where=f"cluster in {log}")
     for made in found:
-        if made.request is None or not (made.alone or isinstance(made.decision, Prefill)):
+        if made.request is None or not (made.aggregated or isinstance(made.decision, Prefill)):
             continue
-        others = not_compared(cluster, header.spec, made.request, made.alone.names if made.alone else ())
+        others = not_compared(cluster, header.spec, made.request, made.aggregated.names if made.aggregated else ())
         made.not_compared = {name: made.ruled_out.get(name, why) for name, why in others.items()}
 
 
@@ -139,10 +139,10 @@ class _Made:
     """Reason by instance why it was not compared as the only one of the request."""
 
     @property
-    def alone(self) -> Terms | None:
+    def aggregated(self) -> Terms | None:
         """Terms of the instances that were compared as the only one of the request, and of the pair."""
         match self.decision:
-            case Prefill(alone=Terms() as terms):
+            case Prefill(aggregated=Terms() as terms):
                 return terms
             case Prefill(terms=Terms() as terms) | Decode(terms=Terms() as terms):
                 return terms if "steps_s" in terms.parts else None
@@ -161,7 +161,7 @@ class _Made:
             return "outside"
         if isinstance(self.decision, ReadKv):
             return "no storage NIC"
-        if isinstance(self.decision, Prefill) and terms is not self.alone:
+        if isinstance(self.decision, Prefill) and terms is not self.aggregated:
             return "not considered" if self.decision.offload else "no partner"
         return "no room"
 
@@ -230,16 +230,16 @@ def _plain(made: _Made, spec: ControlSpec) -> dict[str, Any]:
         "copy": _copy(decision, made.landed) if isinstance(decision, Prefill) and decision.copy_from else None,
         "unit": terms.unit if terms else None,
         "candidates": candidates,
-        "alone": _plain_alone(made),
+        "aggregated": _plain_aggregated(made),
         "left_out": terms.left_out if terms else 0,
         "learned": learned_plain(spec, made.learned) if made.learned else None,
         "measured": measured_plain(made.measured) if made.measured else None,
     }
 
 
-def _plain_alone(made: _Made) -> dict[str, Any] | None:
+def _plain_aggregated(made: _Made) -> dict[str, Any] | None:
     """Return the instances that were compared as the only one of the request, and why others were not."""
-    terms = made.alone
+    terms = made.aggregated
     if terms is None and not made.not_compared:
         return None
     rows = [] if terms is None else [_row(made, terms, index) for index in range(len(terms.names))]
@@ -267,19 +267,19 @@ def _show(made: _Made, spec: ControlSpec) -> None:
     out.print(rich_table(_candidates(made, terms, chosen), out.width))
     if terms.left_out:
         out.print(f"The log omits {terms.left_out} candidates with higher cost (`gateway.log.terms: all` keeps them).")
-    _show_alone(made)
+    _show_aggregated(made)
     if made.learned and isinstance(made.decision, Decode):
         out.print(rich_table(learned_grid(spec, made.learned), out.width))
 
 
-def _show_alone(made: _Made) -> None:
-    """Print the instances that could have served the request alone, unless they are the candidates themselves; and the
-    others, each with the reason."""
+def _show_aggregated(made: _Made) -> None:
+    """Print the instances that could have served the aggregated request, unless they are the candidates themselves; and
+    the others, each with the reason."""
     out = console()
-    if isinstance(made.decision, Prefill) and made.decision.alone is not None:
-        alone = made.decision.alone
-        out.print("The pair was compared with instances that serve the request alone:", markup=False, highlight=False)
-        out.print(rich_table(_candidates(made, alone, alone.names[-1]), out.width))
+    if isinstance(made.decision, Prefill) and made.decision.aggregated is not None:
+        aggregated = made.decision.aggregated
+        out.print("The pair was compared with single instances (aggregated):", markup=False, highlight=False)
+        out.print(rich_table(_candidates(made, aggregated, aggregated.names[-1]), out.width))
     if made.not_compared:
         others = ", ".join(f"{name} ({why})" for name, why in made.not_compared.items())
         out.print(f"Not compared as the only instance: {others}.", markup=False, highlight=False)
@@ -319,7 +319,7 @@ def _sites(offload: Offload) -> Grid:
 def _grid(
     label: str, labels: Sequence[str], figures: dict[str, list[float]], best: int | None, title: str = ""
 ) -> Grid:
-    named = (Heading(label), tuple(Entry(text, best=index == best) for index, text in enumerate(labels)))
+    named = (Heading(label), tuple(GridEntry(text, best=index == best) for index, text in enumerate(labels)))
     columns = [named, *columns_of(figures, drop=_DROPPED, best=best)]
     headings = tuple(heading for heading, _ in columns)
     rows = tuple(zip(*(texts for _, texts in columns), strict=True))

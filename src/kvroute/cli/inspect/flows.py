@@ -11,7 +11,7 @@ import typer
 from kvroute.cli.output import console
 
 if TYPE_CHECKING:
-    from kvroute.flows import Scenario
+    from kvroute.flows import FlowScenario
     from kvroute.report.grid import Grid
 
 app = typer.Typer()
@@ -47,8 +47,8 @@ def flows(
         typer.echo(msgspec.json.encode({"completion_times_s": ends_s}).decode())
 
 
-def _grid(scenario: Scenario, ends_s: list[float]) -> Grid:
-    from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
+def _grid(scenario: FlowScenario, ends_s: list[float]) -> Grid:
+    from kvroute.report.grid import UNKNOWN, Grid, GridEntry, Heading
     from kvroute_engine.files.units import about_bandwidth, about_duration, about_size
 
     rows = []
@@ -57,7 +57,7 @@ def _grid(scenario: Scenario, ends_s: list[float]) -> Grid:
         rate = about_bandwidth(flow.nbytes / taken_s) if taken_s > 0.0 else UNKNOWN
         times = (about_duration(flow.start_s), about_duration(end_s))
         texts = (str(flow.id), " > ".join(flow.links), about_size(flow.nbytes), *times, rate)
-        rows.append(tuple(map(Entry, texts)))
+        rows.append(tuple(map(GridEntry, texts)))
     headings = (
         Heading("flow"),
         Heading("links", drop=1, prose=True),

@@ -11,7 +11,7 @@ from kvroute.cli.output import remarks
 from kvroute.control import Control, ControlSpec, LogRecord, decisions_equal
 from kvroute.control.log import read_log
 from kvroute.policies import FORESIGHT_POLICIES, TierLearned
-from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
+from kvroute.report.grid import UNKNOWN, Grid, GridEntry, Heading
 from kvroute.topology import parse
 from kvroute.topology.tree import TIER_NAMES
 from kvroute.types import SAME_RACK, FleetDecision, InputError
@@ -75,12 +75,12 @@ def learned_grid(spec: ControlSpec, tiers: tuple[TierLearned, ...]) -> Grid:
     shadow = "" if policy == spec.decode else ", as the shadow policy,"
     rows = tuple(
         (
-            Entry(f"{k} ({TIER_NAMES[k]})"),
-            Entry(f"{tier.factor:.3f}"),
-            Entry(UNKNOWN if tier.bytes_per_s is None else about_bandwidth(tier.bytes_per_s)),
-            Entry(f"{tier.transfers:,}"),
-            Entry(f"{tier.weight:.1f}"),
-            Entry(UNKNOWN if tier.age_s is None else f"{tier.age_s:,.0f} s ago"),
+            GridEntry(f"{k} ({TIER_NAMES[k]})"),
+            GridEntry(f"{tier.factor:.3f}"),
+            GridEntry(UNKNOWN if tier.bytes_per_s is None else about_bandwidth(tier.bytes_per_s)),
+            GridEntry(f"{tier.transfers:,}"),
+            GridEntry(f"{tier.weight:.1f}"),
+            GridEntry(UNKNOWN if tier.age_s is None else f"{tier.age_s:,.0f} s ago"),
         )
         for k, tier in _networked(tiers)
     )

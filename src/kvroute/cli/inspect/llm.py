@@ -35,7 +35,7 @@ def llm(
 
     models = list(MODELS.values()) if name is None else [model(name)]
     if as_json:
-        documents = [_plain(each, tp, tokens) for each in models]
+        documents = [_plain(model, tp, tokens) for model in models]
         print_json(documents if name is None else documents[0])
         return
     shown = console()
@@ -61,7 +61,7 @@ def _plain(each: Model, tp: int, tokens: int) -> dict[str, Any]:
 
 
 def _sizes(models: list[Model], tp: int, tokens: int) -> Grid:
-    from kvroute.report.grid import Entry, Grid, Heading
+    from kvroute.report.grid import Grid, GridEntry, Heading
 
     headings = (
         Heading("model"),
@@ -74,21 +74,21 @@ def _sizes(models: list[Model], tp: int, tokens: int) -> Grid:
     )
     rows = tuple(
         (
-            Entry(each.name),
-            Entry(str(sum(group.count for group in each.layers))),
-            Entry(f"{each.kv_bytes_per_token:,.0f}"),
-            Entry(f"{each.kv_bytes_per_token_shard(tp):,.0f}"),
-            Entry(f"{each.request_state_bytes / 2**20:,.1f}"),
-            Entry(f"{each.kv_bytes(tokens) / 2**20:,.1f}"),
-            Entry(f"{each.kv_bytes_shard(tokens, tp) / 2**20:,.1f}"),
+            GridEntry(model.name),
+            GridEntry(str(sum(group.count for group in model.layers))),
+            GridEntry(f"{model.kv_bytes_per_token:,.0f}"),
+            GridEntry(f"{model.kv_bytes_per_token_shard(tp):,.0f}"),
+            GridEntry(f"{model.request_state_bytes / 2**20:,.1f}"),
+            GridEntry(f"{model.kv_bytes(tokens) / 2**20:,.1f}"),
+            GridEntry(f"{model.kv_bytes_shard(tokens, tp) / 2**20:,.1f}"),
         )
-        for each in models
+        for model in models
     )
     return Grid(f"KV cache, {tokens:,} tokens, TP {tp}", headings, rows)
 
 
 def _geometry(each: Model) -> Grid:
-    from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
+    from kvroute.report.grid import UNKNOWN, Grid, GridEntry, Heading
 
     titles = ("count", "KV heads", "key dim", "value dim", "B/number", "window tokens", "B/token", "state B")
     rows = []
@@ -103,5 +103,5 @@ def _geometry(each: Model) -> Grid:
         )
         sizes = (f"{group.token_bytes():,.0f}", f"{group.state_bytes:,.0f}")
         texts = (group.kind, *(f"{number:,g}" if number else UNKNOWN for number in numbers), *sizes)
-        rows.append(tuple(map(Entry, texts)))
+        rows.append(tuple(map(GridEntry, texts)))
     return Grid("One layer of each kind", (Heading("kind"), *map(Heading, titles)), tuple(rows))

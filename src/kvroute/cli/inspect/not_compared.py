@@ -15,7 +15,7 @@ def not_compared(cluster: Cluster, spec: ControlSpec, request: Request, compared
     policy never compares them, or if the request needs only one leg."""
     if request.one_leg or not isinstance(decode_policy(spec.decode, **spec.parameters), PairingPolicy):
         return {}
-    offered = spec.build(cluster).alone_instances
+    offered = spec.build(cluster).aggregated_instances
     return {
         instance.name: _reason(cluster, spec, request, instance, offered=instance.name in offered)
         for instance in cluster.instances
@@ -24,8 +24,8 @@ def not_compared(cluster: Cluster, spec: ControlSpec, request: Request, compared
 
 
 def _reason(cluster: Cluster, spec: ControlSpec, request: Request, instance: Instance, *, offered: bool) -> str:
-    if not spec.serves_alone:
-        return "alone: 0"
+    if not spec.serves_aggregated:
+        return "aggregated: 0"
     if spec.offload is not None:
         return "offload"
     if request.adapter:
@@ -35,6 +35,6 @@ def _reason(cluster: Cluster, spec: ControlSpec, request: Request, instance: Ins
     traits = TRAITS[instance.protocol]
     if not (traits.prefill_decodes if instance.role == "prefill" else traits.decode_prefills):
         return "engine"
-    decodes_only = spec.parameters.get("alone") == 1 and instance.role == "prefill"
+    decodes_only = spec.parameters.get("aggregated") == 1 and instance.role == "prefill"
     mixed = any(each.role == "both" for each in cluster.instances if each.model == instance.model)
     return "role" if decodes_only or mixed else "store"

@@ -69,7 +69,7 @@ def check(
 
     try:
         from kvroute.kube.api.client import Access
-        from kvroute.kube.discovery.engines import DiscoveryOptions, read_once
+        from kvroute.kube.discovery.engines import DiscoverySpec, read_once
         from kvroute.kube.preflight.gateway import check_access
         from kvroute.kube.preflight.pool_check import read_pool_once
     except ImportError as error:
@@ -88,7 +88,7 @@ def check(
     for each in level or ():
         levels = levels.with_keys(each)
     in_namespace = "" if all_namespaces else of_pool.get("namespace", namespace)
-    options = DiscoveryOptions(in_namespace, selector or "", levels)
+    options = DiscoverySpec(in_namespace, selector or "", levels)
     access = Access(kubeconfig, context)
     asyncio.run(check_access(access, options))
     level_wanted = wanted.level if wanted else None
@@ -167,12 +167,12 @@ def _cells(engine: Discovered) -> tuple[str, ...]:
     places = (place.node, place.rack, place.pod, place.datacenter)
     url, protocol = engine.endpoint.url, engine.endpoint.protocol
     ready = "yes" if engine.ready else "no"
-    return engine.role, ready, url, protocol, engine.model or "-", tp, *(each or "-" for each in places)
+    return engine.role, ready, url, protocol, engine.model or "-", tp, *(place or "-" for place in places)
 
 
 def _level_table(report: CheckReport) -> Table:
     table = thin_table("level", "domains", "nodes without", "prefill without decode", "decode without prefill")
-    for each in report.levels:
-        lists = (each.unlabelled, each.stranded, each.unreached)
-        table.add_row(each.level, str(each.domains), *(str(len(names)) for names in lists))
+    for level in report.levels:
+        lists = (level.unlabelled, level.stranded, level.unreached)
+        table.add_row(level.level, str(level.domains), *(str(len(names)) for names in lists))
     return table

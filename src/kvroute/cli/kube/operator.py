@@ -48,8 +48,8 @@ def operator(
     """
     try:
         from kvroute.kube.api.client import Access
-        from kvroute.kube.operator.driver import DriverSettings, OperatorDriver
-        from kvroute.kube.operator.observed import OperatorSettings
+        from kvroute.kube.operator.driver import OperatorDriver, OperatorDriverSpec
+        from kvroute.kube.operator.observed import OperatorSpec
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[kube,serve]'") from None
     if log_level not in _LEVELS:
@@ -61,8 +61,8 @@ def operator(
     logging.getLogger("kvroute").setLevel(own)
     access = Access(kubeconfig, context)
     access.namespace()
-    settings = DriverSettings(
-        operator=OperatorSettings(image, namespace, tuple(image_pull_secret or ())),
+    settings = OperatorDriverSpec(
+        operator=OperatorSpec(image, namespace, tuple(image_pull_secret or ())),
         identity=identity or os.environ.get("POD_NAME") or socket.gethostname(),
         port=port if webhook else None,
         certificates=certificates,

@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvroute.kube.discovery.pods import Reading
+    from kvroute.kube.discovery.pods import PodReading
     from kvroute.kube.preflight.check import PickerTarget, PoolReport
     from kvroute.types.discovered import Discovered
 
 
-def envoy_reachable(reading: Reading) -> Reading:
+def envoy_reachable(reading: PodReading) -> PodReading:
     """Return the reading with a finding in place of each engine that `kvroute epp` leaves out."""
     from kvroute.epp.addresses import address_fault
-    from kvroute.kube.discovery.pods import Finding
+    from kvroute.kube.discovery.pods import PodFinding
 
     hint = "start it without TLS; Envoy adds TLS to engines itself"
     left_out = tuple(
-        Finding(pod=f"engine {each.name}", effect="left out", field="endpoint", what=fault, hint=hint)
-        for each in reading.engines
-        if (fault := address_fault(each.endpoint.url))
+        PodFinding(pod=f"engine {engine.name}", effect="left out", field="endpoint", what=fault, hint=hint)
+        for engine in reading.engines
+        if (fault := address_fault(engine.endpoint.url))
     )
-    kept = tuple(each for each in reading.engines if not address_fault(each.endpoint.url))
+    kept = tuple(engine for engine in reading.engines if not address_fault(engine.endpoint.url))
     return replace(reading, engines=kept, findings=(*reading.findings, *left_out))
 
 
@@ -53,7 +53,7 @@ def _picker(picker: PickerTarget | None) -> str:
 
 
 def _endpoints(engines: Sequence[Discovered]) -> str:
-    roles = Counter(each.role for each in engines if each.ready)
+    roles = Counter(engine.role for engine in engines if engine.ready)
     ready = sum(roles.values())
     kinds = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
     return f"{ready} of {len(engines)} ready" + (f": {kinds}" if kinds else "")

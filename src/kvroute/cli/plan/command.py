@@ -233,7 +233,7 @@ def egress(
     Example: [bold]kvroute plan egress --gpus 512 --model minimax-m2.5 --tokens 32K[/bold]
     """
     from kvroute.planner.throughput.kv_throughput import PUBLISHED_GBPS
-    from kvroute.report.grid import Entry, Grid, Heading, rich_table
+    from kvroute.report.grid import Grid, GridEntry, Heading, rich_table
 
     if gpus % gpus_per_instance:
         what = f"{gpus} GPUs cannot be divided into instances of {gpus_per_instance}"
@@ -255,7 +255,7 @@ def egress(
         Heading("KV throughput from", prose=True, drop=1),
     )
     texts = tuple(
-        tuple(map(Entry, (row["model"], f"{row['kv_gbps']:,.2f}", f"{row['egress_gbps']:,.1f}", row["source"])))
+        tuple(map(GridEntry, (row["model"], f"{row['kv_gbps']:,.2f}", f"{row['egress_gbps']:,.1f}", row["source"])))
         for row in rows
     )
     title = f"Minimum egress of {gpus:,} GPUs that prefill prompts of {count:,} tokens"

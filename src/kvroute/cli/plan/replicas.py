@@ -147,7 +147,7 @@ def _shape(text: str) -> tuple[float, ...]:
         numbers = tuple(float(part) for part in text.split(","))
     except ValueError:
         numbers = ()
-    if len(numbers) != HOURS or not all(0.0 <= each < 1e12 for each in numbers) or not sum(numbers) > 0.0:
+    if len(numbers) != HOURS or not all(0.0 <= number < 1e12 for number in numbers) or not sum(numbers) > 0.0:
         what = f"{text!r} is not a list of 24 rates"
         raise InputError(what, where="--hourly", hint="write 24 numbers separated by commas, or `trace`")
     return numbers

@@ -167,13 +167,13 @@ def epp(
             _announce(gateway, deployment, ready_file)
 
         from kvroute.epp.frontend import PickerFrontend
-        from kvroute.epp.server import PickerSettings
+        from kvroute.epp.server import PickerSpec
 
         first = read(endpoints)
         if envoy_config is not None:
             envoy.config_text(first, first.settings.listen.port)  # an option that does not fit is an error now
         fails_open = envoy.fail_open if envoy_config is not None else None
-        frontend = PickerFrontend(PickerSettings(conformance, prefill_by == "sidecar", fails_open))
+        frontend = PickerFrontend(PickerSpec(conformance, prefill_by == "sidecar", fails_open))
         run = run_gateway(lambda: read(endpoints), ready_file, seed, until_eof, frontend=frontend, announce=announce)
         uvloop.run(run)
 

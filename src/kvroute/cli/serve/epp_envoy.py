@@ -66,9 +66,9 @@ class EnvoyChoices:
 
     def config_text(self, deployment: Deployment, picker_port: int) -> str:
         """Return Envoy's configuration as JSON. Raises InputError if it cannot be made: see `envoy_config`."""
-        from kvroute.epp.envoy_config import EnvoyOptions, envoy_config
+        from kvroute.epp.envoy_config import EnvoySpec, envoy_config
 
-        options = EnvoyOptions(
+        options = EnvoySpec(
             reachable(deployment.settings.listen.host, picker_port),
             self.listen,
             self.admin,

@@ -291,7 +291,7 @@ def simulate(
     from kvroute.files.compressed_lines import written_whole
     from kvroute.planner.comparison.cells import encode
     from kvroute.planner.comparison.parallel import check_where
-    from kvroute.planner.comparison.question import Question, compare
+    from kvroute.planner.comparison.question import ComparisonSpec, compare
     from kvroute.planner.comparison.requests import Workload
     from kvroute.planner.comparison.served import served_file
     from kvroute.report.compare import verdict
@@ -319,8 +319,8 @@ def simulate(
     )
     file = served_file(str(cluster))
     served = options.applied(file)
-    played = read_scenario(scenario, file.cluster) if scenario else Scenario()
-    question = Question(
+    assumed = read_scenario(scenario, file.cluster) if scenario else Scenario()
+    comparison = ComparisonSpec(
         cluster=str(cluster),
         workload=Workload(
             trace=str(trace) if trace else "",
@@ -334,7 +334,7 @@ def simulate(
             agents=agents,
             think_max_s=think_max,
         ),
-        settings=played.settings(
+        settings=assumed.settings(
             msgspec.structs.replace(
                 options.settings(served.settings),
                 prefill_queueing=prefill_queueing,
@@ -346,7 +346,7 @@ def simulate(
                 warmup_s=warmup,
             )
         ),
-        spec=played.control(msgspec.structs.replace(served.spec, prefill_cache=prefill_cache)),
+        spec=assumed.control(msgspec.structs.replace(served.spec, prefill_cache=prefill_cache)),
         service=served.service,
         parameters={} if cla_weights is None else {"cla": weights(cla_weights)},
     )
@@ -355,20 +355,20 @@ def simulate(
     if len(policies) < len(named):
         remarks().print("Duplicate policies run only once.")
     if log is not None:
-        check_log(question, policies, seeds, log)
+        check_log(comparison, policies, seeds, log)
     if out is not None:
-        question.check(policies, seed)  # before a folder is created for nothing
+        comparison.check(policies, seed)  # before a folder is created for nothing
         make_folder(out, "--out")
     tell(file.cluster.remarks)
     for name in policies:
-        tell(question.spec_of(name).remarks(GatewaySettings().prefill))
+        tell(comparison.spec_of(name).remarks(GatewaySettings().prefill))
     tell(file_remarks(cluster, file, policies, gateways))
-    tell(options.replaced(file, played))
-    tell(f"{trace or 'generated trace'}: {remark}" for remark in question.workload.remarks(seed))
+    tell(options.replaced(file, assumed))
+    tell(f"{trace or 'generated trace'}: {remark}" for remark in comparison.workload.remarks(seed))
     if log is not None:
-        record_run(question, policies[0], seed, log)
+        record_run(comparison, policies[0], seed, log)
     with progress_bar("Simulating") as progress:
-        records = compare(question, policies, range(seed, seed + seeds), on=on, workers=workers, progress=progress)
+        records = compare(comparison, policies, range(seed, seed + seeds), on=on, workers=workers, progress=progress)
     runs = [record.summary for record in records]
     if out is not None:
         from kvroute.report.comparison_page import write_report  # its import of plots takes a second
@@ -382,7 +382,7 @@ def simulate(
         print_json({"runs": runs, "verdict": verdict(runs)})
         return
     shown = console()
-    shown.print(comparison_table(runs, width=shown.width, slo_ttft_s=question.settings.slo.ttft_s))
+    shown.print(comparison_table(runs, width=shown.width, slo_ttft_s=comparison.settings.slo.ttft_s))
     found = verdict(runs)
     console().print(found.sentence)
     for remark in found.remarks:

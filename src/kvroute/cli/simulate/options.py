@@ -14,13 +14,13 @@ from kvroute.cli.simulate.scenario import Scenario
 from kvroute.control import LogHeader
 from kvroute.control.log import EventLog, check_can_create
 from kvroute.files.compressed_lines import written_whole
-from kvroute.planner.comparison.question import Question
+from kvroute.planner.comparison.question import ComparisonSpec
 from kvroute.planner.comparison.served import ServedFile
 from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.serve.config.field_types import Wait
 from kvroute.serve.config.service_classes import DEFAULT_CLASS, ServiceClass, SloSettings
 from kvroute.serve.config.settings import SECTION, GatewaySettings, OracleSection
-from kvroute.sim.settings import SimSettings, Slo, Telemetry
+from kvroute.sim.settings import SimSpec, Slo, Telemetry
 from kvroute.topology import duration_text
 from kvroute.types import InputError
 
@@ -85,7 +85,7 @@ class FileOptions:
             return dict(classes)
         return {**classes, DEFAULT_CLASS: replace(own, slo=slo)}
 
-    def settings(self, settings: SimSettings) -> SimSettings:
+    def settings(self, settings: SimSpec) -> SimSpec:
         """Apply what no setting of a gateway says."""
         return replace(
             settings,
@@ -173,22 +173,22 @@ def weights(text: str) -> dict[str, float]:
     return {"cache_weight": cache, "load_weight": load}
 
 
-def check_log(question: Question, policies: list[str], seeds: int, log: Path) -> None:
+def check_log(comparison: ComparisonSpec, policies: list[str], seeds: int, log: Path) -> None:
     """Raise an InputError if --log cannot record these runs in this file."""
-    if question.settings.gateways > 1:
+    if comparison.settings.gateways > 1:
         raise InputError("a log has the decisions of one gateway", where="--log", hint="leave --gateways out")
     if len(policies) != 1 or seeds != 1:
         raise InputError("a log can hold only one run", where="--log", hint="use one --policy and --seeds 1")
-    if question.workload.trace and log.exists() and log.samefile(question.workload.trace):
+    if comparison.workload.trace and log.exists() and log.samefile(comparison.workload.trace):
         raise InputError("the log would overwrite the trace", where="--log", hint="give another file")
     check_can_create(log)
 
 
-def record_run(question: Question, policy: str, seed: int, log: Path) -> None:
+def record_run(comparison: ComparisonSpec, policy: str, seed: int, log: Path) -> None:
     """Run one policy with one seed, and record its events and decisions."""
-    question.check([policy], seed)
-    text = Path(question.cluster).read_text(encoding="utf-8")
-    header = LogHeader(cluster=text, spec=question.spec_of(policy))
+    comparison.check([policy], seed)
+    text = Path(comparison.cluster).read_text(encoding="utf-8")
+    header = LogHeader(cluster=text, spec=comparison.spec_of(policy))
     with written_whole(log) as part, EventLog(part, header) as records:
-        question.run(policy, seed, records)
+        comparison.run(policy, seed, records)
     remarks().print(f"Log: {log}")

@@ -15,7 +15,7 @@ from kvroute.policies.fleet.offload import OffloadSpec
 from kvroute.policies.fleet.short_term import Rule
 from kvroute.serve.config.offload import OffloadSection
 from kvroute.sim.network.capacity import links_named
-from kvroute.sim.settings import CapacityChange, Fluctuation, SimSettings, TransferMode, WanTransport
+from kvroute.sim.settings import CapacityChange, Fluctuation, SimSpec, TransferMode, WanTransport
 from kvroute.topology import Cluster
 from kvroute.topology.schema import Entry
 from kvroute.types import InputError, InputErrors
@@ -96,7 +96,7 @@ class Scenario(Entry, frozen=True, kw_only=True):
     """True if prefill instances fetch cached prefixes from other instances in their datacenter."""
     copies: CopiesEntry | None = None
 
-    def settings(self, settings: SimSettings) -> SimSettings:
+    def settings(self, settings: SimSpec) -> SimSpec:
         """Apply the scenario to a run's settings. Raises InputError for values that do not fit together."""
         wan = self.wan
         return msgspec.structs.replace(
@@ -115,9 +115,12 @@ class Scenario(Entry, frozen=True, kw_only=True):
             ),
             fluctuations=tuple(
                 Fluctuation(
-                    link=each.link, every_s=float(each.every_s), share_min=each.share_min, share_max=each.share_max
+                    link=fluctuation.link,
+                    every_s=float(fluctuation.every_s),
+                    share_min=fluctuation.share_min,
+                    share_max=fluctuation.share_max,
                 )
-                for each in self.fluctuations
+                for fluctuation in self.fluctuations
             ),
             stall_s=None if self.stall_s is None else float(self.stall_s),
             role_switch_s=float(self.role_switch_s),
@@ -174,7 +177,7 @@ def read_scenario(path: Path, cluster: Cluster | None = None) -> Scenario:
     try:
         scenario.copy_spec()
         scenario.offload_spec()
-        scenario.settings(SimSettings())
+        scenario.settings(SimSpec())
     except InputError as error:
         raise InputError(error.what, where=f"{path}: {error.where}".removesuffix(": "), hint=error.hint) from None
     if cluster is not None:
@@ -184,8 +187,10 @@ def read_scenario(path: Path, cluster: Cluster | None = None) -> Scenario:
 
 def _check_links(scenario: Scenario, lines: Lines, cluster: Cluster) -> None:
     faults: list[InputError] = []
-    changed = {("changes", number, "link"): each.link for number, each in enumerate(scenario.changes)}
-    fluctuating = {("fluctuations", number, "link"): each.link for number, each in enumerate(scenario.fluctuations)}
+    changed = {("changes", number, "link"): change.link for number, change in enumerate(scenario.changes)}
+    fluctuating = {
+        ("fluctuations", number, "link"): fluctuation.link for number, fluctuation in enumerate(scenario.fluctuations)
+    }
     for key, link in (changed | fluctuating).items():
         try:
             links_named(cluster, link)

@@ -65,7 +65,7 @@ def _fit_all(
     decode: Fit[DecodeSpec] | None = None
     for file in files:
         profile = read_profile(file, model=model, hardware=hardware, tp=tp)
-        tell(profile.doubts)
+        tell(profile.remarks)
         fits = fit_profile(profile, kind)
         for part, before, now in (("prefill", prefill, fits[0]), ("decode", decode, fits[1])):
             if before is not None and now is not None:

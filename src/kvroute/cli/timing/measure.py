@@ -16,7 +16,7 @@ from kvroute.cli.output import print_json, tell
 from kvroute.types import InputError, PrefillSpec
 
 if TYPE_CHECKING:
-    from kvroute.load.timing import FittedEngine, Limits, Measured, PrefixCheck
+    from kvroute.load.timing import FittedEngine, MeasuredTimes, MeasurementLimits, PrefixCheck
     from kvroute.timing import Fit
     from kvroute.timing.fit import PrefillKind
 
@@ -66,12 +66,12 @@ def measure(
 
     check_name(name)
     try:
-        from kvroute.load.timing import Limits, fit_engine
+        from kvroute.load.timing import MeasurementLimits, fit_engine
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[serve]'") from None
     if out is not None and out.exists() and not out.is_dir():
         raise InputError("is not a folder", where=str(out), hint="give a folder for the two files")
-    limits = Limits(max_prompt_tokens, max_batch, output_tokens, repeats)
+    limits = MeasurementLimits(max_prompt_tokens, max_batch, output_tokens, repeats)
     found = asyncio.run(_measured(prefill or url, decode or url, _key(key_env), limits, step_tokens))
     fitted = fit_engine(found.profile(url), kind, found.scheduling, found.cached, found.transfers)
     if out is not None:
@@ -79,7 +79,7 @@ def measure(
     _show(name, kind, fitted, found, as_json)
 
 
-def _show(name: str, kind: PrefillKind, fitted: FittedEngine, found: Measured, as_json: bool) -> None:
+def _show(name: str, kind: PrefillKind, fitted: FittedEngine, found: MeasuredTimes, as_json: bool) -> None:
     from kvroute.cli.timing.text import plain, sentence, timing_yaml
 
     prefill, decode, scheduler = fitted.prefill, fitted.decode, fitted.scheduler
@@ -128,16 +128,18 @@ def _checks(fit: Fit[PrefillSpec] | None, prefixes: list[PrefixCheck]) -> list[d
     time = prefill_time(fit.spec)
     return [
         {
-            "tokens": each.tokens,
-            "cached_tokens": each.cached_tokens,
-            "seconds": each.seconds,
-            "predicted_s": time.seconds(each.tokens, each.cached_tokens),
+            "tokens": prefix.tokens,
+            "cached_tokens": prefix.cached_tokens,
+            "seconds": prefix.seconds,
+            "predicted_s": time.seconds(prefix.tokens, prefix.cached_tokens),
         }
-        for each in prefixes
+        for prefix in prefixes
     ]
 
 
-async def _measured(prefill_url: str, decode_url: str, key: str, limits: Limits, step_tokens: int | None) -> Measured:
+async def _measured(
+    prefill_url: str, decode_url: str, key: str, limits: MeasurementLimits, step_tokens: int | None
+) -> MeasuredTimes:
     import aiohttp
 
     from kvroute.load.timing import (
@@ -175,7 +177,7 @@ def _say(line: str) -> None:
     tell([line])
 
 
-def _write(folder: Path, found: Measured) -> None:
+def _write(folder: Path, found: MeasuredTimes) -> None:
     from kvroute.load.timing import profile_csv
 
     try:

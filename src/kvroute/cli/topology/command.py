@@ -37,7 +37,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document an
 
 
 @app.command()
-def check(file: File, as_json: AsJson = False) -> None:
+def check(
+    file: File,
+    as_json: AsJson = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="First rename keys of the previous version in the file; all else stays.")
+    ] = False,
+) -> None:
     """Report every error of a cluster file with its line and field; sections `qos`, `placement` and `gateway` included.
 
     Exit code: 0 no error, 2 there is one. Missing key files, certificates, tokenizers and environment variables of this
@@ -49,6 +55,8 @@ def check(file: File, as_json: AsJson = False) -> None:
     from kvroute.cli.topology.shown import counts
     from kvroute.topology.reading.assembly import NO_INSTANCES
 
+    if write:
+        _rename_keys(file)
     try:
         cluster, here = _checked(file)
     except InputError as error:
@@ -219,6 +227,25 @@ def show(
         print_json(document(cluster))
         return
     print_cluster(console(), cluster)
+
+
+def _rename_keys(file: Path) -> None:
+    """Give the keys of the previous version their present names in a cluster file, and tell which."""
+    from kvroute.files.compressed_lines import written_whole
+    from kvroute.topology.reading.assembly import read_text
+    from kvroute_engine.files.document import with_present_names
+
+    read_text(file)  # its errors
+    with file.open(encoding="utf-8", newline="") as source:
+        text = source.read()
+    try:
+        renamed_text, changes = with_present_names(text, str(file))
+    except InputErrors:
+        return  # the check reports them
+    if renamed_text != text:
+        with written_whole(file) as part:
+            part.write_text(renamed_text, encoding="utf-8", newline="")
+    tell(f"{fault.where}: {fault.what}; renamed in the file" for fault in changes)
 
 
 def _checked(file: Path) -> tuple[Cluster, tuple[InputError, ...]]:

@@ -61,7 +61,7 @@ def expand_file(
     except OSError as error:
         hint = "give another file to --out"
         raise InputError(f"cannot be written ({error.strerror})", where=str(out), hint=hint) from None
-    lacking = [each.name for each in written_out.instances if each.endpoint is None]
+    lacking = [instance.name for instance in written_out.instances if instance.endpoint is None]
     after = f"give an endpoint to {', '.join(lacking)}" if lacking else f"{own_command()} serve {out}"
     typer.echo(f"wrote {out}; next: {after}")
 

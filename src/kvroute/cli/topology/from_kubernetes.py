@@ -26,13 +26,13 @@ def kubernetes_draft(
 
     try:
         from kvroute.kube.api.client import Access
-        from kvroute.kube.discovery.engines import DiscoveryOptions, read_once
+        from kvroute.kube.discovery.engines import DiscoverySpec, read_once
         from kvroute.kube.preflight.gateway import check_access
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[kube]'") from None
     given = overlay.given
     access = Access(None if given.kubeconfig is None else Path(given.kubeconfig), given.context)
-    options = DiscoveryOptions("" if given.namespace == "*" else given.namespace, given.selector)
+    options = DiscoverySpec("" if given.namespace == "*" else given.namespace, given.selector)
     asyncio.run(check_access(access, options))
     listing = asyncio.run(read_once(access, options))
     reading, failure = listing.reading, listing.nodes_failure

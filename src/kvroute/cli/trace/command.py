@@ -14,7 +14,7 @@ from kvroute.cli.quantities import RATE, per_second
 from kvroute.types import InputError
 
 if TYPE_CHECKING:
-    from kvroute.sim.workload import Profile, Trace, TraceStatistics
+    from kvroute.sim.workload import LengthProfile, Trace, TraceStatistics
 
 app = typer.Typer(
     name="trace", help="Show and generate traces of requests.", no_args_is_help=True, rich_markup_mode="rich"
@@ -135,7 +135,7 @@ def _generated(requests: int, rate_per_s: float | None, seed: int, profile: str)
     return rescale_if_spread(take(trace, requests), rate)
 
 
-def _profile(name: str) -> Profile:
+def _profile(name: str) -> LengthProfile:
     from kvroute.sim.workload import PROFILES
 
     if name not in PROFILES:

@@ -23,7 +23,7 @@ from kvroute.cli.quantities import seconds as seconds_option
 from kvroute.types import TIER_COUNT, InputError
 
 if TYPE_CHECKING:
-    from kvroute.testbed.live import Comparison, Half, Question
+    from kvroute.testbed.live import Comparison, Half, LiveComparisonSpec
 
 WIDTH = 80
 """Width of the output in columns, on every terminal and in every file."""
@@ -67,7 +67,7 @@ def demo(
     from kvroute.control import ControlSpec
 
     try:
-        from kvroute.testbed.live import Question, playable
+        from kvroute.testbed.live import LiveComparisonSpec, playable
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[serve]'") from None
     from kvroute.planner.comparison.requests import Workload
@@ -91,7 +91,7 @@ def demo(
     trace = playable(workload.of_seed(seed), output_max)
     _say(f"{loaded.name}: {len(loaded.instances)} emulated engines and a live gateway on this machine, no GPU.")
     _say(f"{len(trace.requests)} requests ({profile}) in {seconds:g} s, once under each policy:\n")
-    found = [_live(Question(cluster, trace, name, prefill, seed), seconds, policies) for name in policies]
+    found = [_live(LiveComparisonSpec(cluster, trace, name, prefill, seed), seconds, policies) for name in policies]
     comparisons = [comparison for comparison, _, _ in found]
     ends = [end for _, _, end in found]
     save(comparisons, dashboard_page(found[-1][1], ends), out)
@@ -99,18 +99,18 @@ def demo(
     _farewell(cluster, out, policies[-1])
 
 
-def _live(question: Question, seconds: float, policies: Sequence[str]) -> tuple[Comparison, bytes, bytes]:
+def _live(live_spec: LiveComparisonSpec, seconds: float, policies: Sequence[str]) -> tuple[Comparison, bytes, bytes]:
     """Compare live and predicted results of one policy; return them with the busiest and the final dashboard state."""
-    from kvroute.testbed.live import Comparison, embedded, observed, played, predict
+    from kvroute.testbed.live import Comparison, embedded, observed, predict, send_trace
 
-    name = question.policy
-    with embedded(question) as starting:
-        predicted = predict(question)  # during the start of the engines
+    name = live_spec.policy
+    with embedded(live_spec) as starting:
+        predicted = predict(live_spec)  # during the start of the engines
         served = starting()
         turn = f"{policies.index(name) + 1}/{len(policies)} {name}"
         _say(f"{turn}: live dashboard at {served.admin} for the next {seconds:.0f} s")
-        with _progress(len(question.trace.requests)) as answered:
-            answers, height = played(served, question.trace, answered)
+        with _progress(len(live_spec.trace.requests)) as answered:
+            answers, height = send_trace(served, live_spec.trace, answered)
         live = observed(answers, served.page("/metrics").decode())
         end = served.page("/state")
     if not live.answered:

@@ -18,7 +18,7 @@ from kvroute.types import TIER_COUNT, InputError
 from kvroute_engine.origins import is_loopback
 
 if TYPE_CHECKING:
-    from kvroute.emulator import EmulatedClusterSettings
+    from kvroute.emulator import EmulatedClusterSpec
     from kvroute.topology import Cluster
 
 STORE_BYTES = 100_000_000_000
@@ -100,12 +100,12 @@ def emulate(
     try:
         import uvloop
 
-        from kvroute.emulator import EmulatedClusterSettings
+        from kvroute.emulator import EmulatedClusterSpec
     except ImportError as error:
         raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[serve]'") from None
     if ready_file is not None:
         check_writable(ready_file, "--ready-file")
-    settings = EmulatedClusterSettings(
+    settings = EmulatedClusterSpec(
         host=host,
         kv_scale=kv_scale,
         block_tokens=block_tokens,
@@ -139,7 +139,7 @@ def shares_by_tier(text: str) -> tuple[float, ...]:
 
 
 async def _run(
-    cluster: Cluster, settings: EmulatedClusterSettings, names: list[str], ready_file: Path | None, until_eof: bool
+    cluster: Cluster, settings: EmulatedClusterSpec, names: list[str], ready_file: Path | None, until_eof: bool
 ) -> None:
     from kvroute.emulator import EmulatedCluster
 

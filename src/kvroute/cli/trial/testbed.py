@@ -18,7 +18,7 @@ from kvroute.types import InputError
 
 if TYPE_CHECKING:
     from kvroute.report.grid import Grid
-    from kvroute.testbed import Build, Run
+    from kvroute.testbed import Build, NamedTestbed
     from kvroute.testbed.rounds import Round
 
 app = typer.Typer(
@@ -134,13 +134,13 @@ def run(
         rate_per_s=rate,
         p_share=p_share,
     )
-    played = playable(workload.of_seed(seed), output_max)
+    sent = playable(workload.of_seed(seed), output_max)
     build, found = _build(scale, queues, background, seed), []
     with _ended_by_signals(), course(_run(name, topology.load(file).name), file, build) as testbed:
         for wanted in policies:
             with progress_bar(wanted) as tell:
-                answered = _counting(tell, len(played.requests))
-                found.append(testbed.play(wanted, prefill, played, answered))
+                answered = _counting(tell, len(sent.requests))
+                found.append(testbed.play(wanted, prefill, sent, answered))
     if as_json:
         print_json(found)
     else:
@@ -170,23 +170,23 @@ def down(
         raise InputError(what, where="--all", hint="omit one of them")
     namespaces.check_tools()
     runs = known() if everything else [_run(name, topology.load(file).name if file else "")]
-    for each in runs:
-        there = each.remains()
-        each.remove()
+    for run in runs:
+        there = run.remains()
+        run.remove()
         remark = (
-            f"removed {len(there)} items of testbed {each.name}"
+            f"removed {len(there)} items of testbed {run.name}"
             if there
-            else f"testbed {each.name} had nothing to remove"
+            else f"testbed {run.name} had nothing to remove"
         )
         remarks().print(remark, highlight=False)
-    if left := [thing for each in runs for thing in each.remains()]:
+    if left := [thing for run in runs for thing in run.remains()]:
         raise InputError(f"not removed: {', '.join(left)}", where="testbed down", hint="try again")
 
 
-def _run(name: str | None, cluster: str) -> Run:
-    from kvroute.testbed import Run
+def _run(name: str | None, cluster: str) -> NamedTestbed:
+    from kvroute.testbed import NamedTestbed
 
-    return Run.of(cluster) if name is None else Run(name)
+    return NamedTestbed.of(cluster) if name is None else NamedTestbed(name)
 
 
 def _build(scale: float, queues: str, background: str, seed: int) -> Build:
@@ -227,7 +227,7 @@ def _counting(tell: Callable[[int, int], None], total: int) -> Callable[[], None
 
 
 def _grid(found: Sequence[Round]) -> Grid:
-    from kvroute.report.grid import Entry, Grid, Heading
+    from kvroute.report.grid import Grid, GridEntry, Heading
 
     headings = (
         Heading("policy"),
@@ -251,5 +251,5 @@ def _grid(found: Sequence[Round]) -> Grid:
         )
         times = (f"{1e3 * a:,.0f} ({1e3 * b:,.0f})" for a, b in pairs)
         texts = (one.policy, *times, f"{kernel.answered}/{len(kernel.ttft_s)}", f"{one.cpu_share:.0%}")
-        rows.append(tuple(map(Entry, texts)))
+        rows.append(tuple(map(GridEntry, texts)))
     return Grid("Time to first token, ms: kernel (simulated)", headings, tuple(rows))

@@ -27,7 +27,7 @@ Cell: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SchemeOption:
     """An option of a group with what does not depend on the load."""
 
     option: Option
@@ -38,14 +38,14 @@ class Choice:
     slots: tuple[tuple[str, int], ...] = ()
     """Slots that it needs in each switch on its way."""
 
-    def seconds(self, loads: LinkLoads, demand: Demand) -> float:
+    def seconds(self, loads: LinkLoads, demand: AllReduceDemand) -> float:
         """Return the time until all-reduces end that start now, beside the loads."""
         fixed_s = demand.calls * self.latency_s + demand.nbytes * self.extra_s_per_byte
         return fixed_s + loads.seconds(self.option, demand.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class AllReduceDemand:
     """All-reduces of one group and size class in a period."""
 
     calls: float
@@ -57,7 +57,7 @@ class Demand:
 class Period:
     """What is known at the end of a period."""
 
-    demand: Mapping[Cell, Demand]
+    demand: Mapping[Cell, AllReduceDemand]
     """Cells without demand are left out."""
     capacity_bytes_per_s: FloatArray
     """[link]: each greater than 0."""
@@ -74,7 +74,7 @@ def size_class(exponent: int) -> int:
 
 
 def derive(
-    groups: Sequence[Sequence[Choice]],
+    groups: Sequence[Sequence[SchemeOption]],
     period: Period,
     previous: Mapping[Cell, int],
     hysteresis: float = HYSTERESIS,
@@ -106,15 +106,15 @@ def derive(
     mean.background = np.minimum(period.background + used, 1.0)
     for cell in ((group, exponent) for exponent in reversed(EXPONENTS) for group in range(len(groups))):
         if cell not in chosen:
-            one = Demand(1.0, float(1 << cell[1]))
+            one = AllReduceDemand(1.0, float(1 << cell[1]))
             chosen[cell] = _best(groups, cell, one, mean, slots, previous.get(cell), hysteresis)
     return chosen
 
 
 def _best(
-    groups: Sequence[Sequence[Choice]],
+    groups: Sequence[Sequence[SchemeOption]],
     cell: Cell,
-    demand: Demand,
+    demand: AllReduceDemand,
     loads: LinkLoads,
     slots: _Slots,
     previous: int | None,
@@ -146,7 +146,7 @@ class _Slots:
     @classmethod
     def of(
         cls,
-        groups: Sequence[Sequence[Choice]],
+        groups: Sequence[Sequence[SchemeOption]],
         slots: Mapping[str, int],
         busiest: Iterable[Cell],
         previous: Mapping[Cell, int],
@@ -160,11 +160,11 @@ class _Slots:
                 found.take(cell[0], number, groups[cell[0]][number])
         return found
 
-    def fit(self, group: int, number: int, choice: Choice) -> bool:
+    def fit(self, group: int, number: int, choice: SchemeOption) -> bool:
         """Return whether a group has the slots of an option, or can get them."""
         return (group, number) in self.taken or all(self.free.get(name, 0) >= count for name, count in choice.slots)
 
-    def take(self, group: int, number: int, choice: Choice) -> None:
+    def take(self, group: int, number: int, choice: SchemeOption) -> None:
         """Take the slots of an option once for all sizes."""
         if choice.slots and (group, number) not in self.taken:
             self.taken.add((group, number))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvroute_engine.agent.schemes import Scheme
-
 from kvroute.collectives import (
     INA_SCHEMES,
     Aggregation,
@@ -16,12 +14,13 @@ from kvroute.collectives import (
     seconds,
 )
 from kvroute.collectives.policy import Option
-from kvroute.collectives.scheduler.derivation import Choice
+from kvroute.collectives.scheduler.derivation import SchemeOption
 from kvroute.topology.cluster import Cluster
 from kvroute.topology.gpu_paths import GpuPaths
 from kvroute.topology.place import Shards
 from kvroute.topology.schema import SwitchLevel
 from kvroute.types import SAME_DATACENTER, SAME_POD, SAME_RACK, InputError
+from kvroute_engine.agent.schemes import Scheme
 
 LIVE_SCHEMES: tuple[Scheme, ...] = ("ring", "hierarchical-ring", *INA_SCHEMES)
 """Schemes that ranks can choose; NCCL decides itself how many NICs its ring uses."""
@@ -38,7 +37,7 @@ class Group:
     """The instance's, with `/STAGE` if it has several pipeline stages."""
     nodes: tuple[str, ...]
     """Servers of its ranks; the first one has rank 0."""
-    choices: tuple[Choice, ...]
+    choices: tuple[SchemeOption, ...]
     """Each with the scheme as the name of its option; `ring` first."""
 
 
@@ -62,7 +61,7 @@ def groups_of(cluster: Cluster) -> tuple[Group, ...]:
     return tuple(found)
 
 
-def _choices(cluster: Cluster, members: Shards) -> tuple[Choice, ...]:
+def _choices(cluster: Cluster, members: Shards) -> tuple[SchemeOption, ...]:
     section = cluster.file.collectives
     aggregation = Aggregation.of(section.aggregation)
     allowed = LIVE_SCHEMES if section.schemes is None else ("ring", *section.schemes)
@@ -75,7 +74,7 @@ def _choices(cluster: Cluster, members: Shards) -> tuple[Choice, ...]:
     return tuple(found)
 
 
-def _choice(cluster: Cluster, members: Shards, collective: Collective, aggregation: Aggregation | None) -> Choice:
+def _choice(cluster: Cluster, members: Shards, collective: Collective, aggregation: Aggregation | None) -> SchemeOption:
     option = Option.of(collective, _NBYTES)
     busiest_s = float((option.share / cluster.capacity_bytes_per_s[option.links]).max())
     whole_s = (seconds(collective, cluster.capacity_bytes_per_s) - collective.latency_s) / _NBYTES
@@ -84,7 +83,7 @@ def _choice(cluster: Cluster, members: Shards, collective: Collective, aggregati
         pools = _rails(cluster, members) if collective.scheme == "hierarchical-ina" else 1
         names = _switches(cluster, members, aggregation)
         slots = tuple((name, pools * aggregation.slots) for name in names)
-    return Choice(option, collective.latency_s, max(whole_s - busiest_s, 0.0), slots)
+    return SchemeOption(option, collective.latency_s, max(whole_s - busiest_s, 0.0), slots)
 
 
 def _rails(cluster: Cluster, members: Shards) -> int:

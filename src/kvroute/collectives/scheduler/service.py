@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
-from kvroute_engine.agent.reports import AgentName
 
 from kvroute.collectives.scheduler.tables import Tables
 from kvroute.types import InputError
@@ -26,6 +25,7 @@ from kvroute_engine.agent.messages import (
     table_message,
     welcome_message,
 )
+from kvroute_engine.agent.reports import AgentName
 from kvroute_engine.agent.security import Tls, has_token
 
 _HELLO_S = 10.0

@@ -17,8 +17,8 @@ from kvroute.collectives.scheduler.derivation import (
     EXPONENTS,
     HYSTERESIS,
     WINDOW_PERIODS,
+    AllReduceDemand,
     Cell,
-    Demand,
     Period,
     derive,
     size_class,
@@ -34,8 +34,8 @@ from kvroute.collectives.scheduler.groups import (
 from kvroute.topology.cluster import Cluster
 from kvroute.types import FloatArray, InputError
 from kvroute_engine.agent.files import GroupEntry, GroupTraffic, SchemeRule
-from kvroute_engine.agent.rates import Rate
-from kvroute_engine.agent.reports import AgentName, Report, Table
+from kvroute_engine.agent.rates import CounterRate
+from kvroute_engine.agent.reports import AgentName, AgentTable, CounterReport
 from kvroute_engine.agent.schemes import Scheme
 
 _SILENT_PERIODS = 3
@@ -46,7 +46,7 @@ _SILENT_LEAST_S = 3.0
 class _Agent:
     heard_s: float
     slots: tuple[int, int] | None = None
-    links: dict[int, Rate] = field(default_factory=dict)
+    links: dict[int, CounterRate] = field(default_factory=dict)
     """By link."""
     nvlinks: dict[int, float] = field(default_factory=dict)
     """Bytes per second, by link."""
@@ -59,8 +59,8 @@ class _Traffic:
     clock_s: float
     incarnation: int
     table_version: int
-    calls: dict[tuple[Scheme, int], Rate] = field(default_factory=dict)
-    nbytes: dict[tuple[Scheme, int], Rate] = field(default_factory=dict)
+    calls: dict[tuple[Scheme, int], CounterRate] = field(default_factory=dict)
+    nbytes: dict[tuple[Scheme, int], CounterRate] = field(default_factory=dict)
     """By scheme and size exponent."""
     schemes: frozenset[Scheme] = frozenset()
     """Those that it has used since its rank 0 has started."""
@@ -111,7 +111,7 @@ class Tables:
             self._version = held_version + 1
             self.entries = {name: GroupEntry(self._version, entry.rules) for name, entry in self.entries.items()}
 
-    def report(self, now_s: float, agent: AgentName, report: Report) -> None:
+    def report(self, now_s: float, agent: AgentName, report: CounterReport) -> None:
         """Take the counters of an agent that `check` accepts; traffic counts if the group's rank 0 is on its server.
 
         Raises:
@@ -122,7 +122,7 @@ class Tables:
         ports = port_links(self.cluster, agent.name, switch=agent.kind == "switch")
         for port, counted in sorted(report.ports.items()):
             for link, value in zip(_ends(ports, port, f"{agent}: port"), counted, strict=True):
-                rate = known.links.setdefault(link, Rate(WINDOW_PERIODS * self.period_s))
+                rate = known.links.setdefault(link, CounterRate(WINDOW_PERIODS * self.period_s))
                 rate.read(report.clock_s, value, report.incarnation)
         if agent.kind == "switch":
             return
@@ -144,7 +144,7 @@ class Tables:
             flat = {(scheme, exponent): n for scheme, sizes in counts.items() for exponent, n in sizes.items()}
             for key in dict.fromkeys([*rates, *flat]):
                 if key not in rates:
-                    rates[key] = Rate(WINDOW_PERIODS * self.period_s)
+                    rates[key] = CounterRate(WINDOW_PERIODS * self.period_s)
                     if clock_s > known.clock_s:
                         rates[key].read(known.clock_s, 0, traffic.incarnation)
                 rates[key].read(clock_s, flat.get(key, 0), traffic.incarnation)
@@ -174,14 +174,14 @@ class Tables:
             if group.name in self._traffic and AgentName("server", group.nodes[0]) in heard
         ]
 
-    def _demand(self, heard: Mapping[AgentName, _Agent]) -> dict[Cell, Demand]:
-        found: dict[Cell, Demand] = {}
+    def _demand(self, heard: Mapping[AgentName, _Agent]) -> dict[Cell, AllReduceDemand]:
+        found: dict[Cell, AllReduceDemand] = {}
         for number, traffic in self._heard_traffic(heard):
             for key, rate in traffic.nbytes.items():
                 cell = number, size_class(key[1])
-                before = found.get(cell, Demand(0.0, 0.0))
+                before = found.get(cell, AllReduceDemand(0.0, 0.0))
                 calls = traffic.calls[key].per_s * self.period_s if key in traffic.calls else 0.0
-                found[cell] = Demand(before.calls + calls, before.nbytes + rate.per_s * self.period_s)
+                found[cell] = AllReduceDemand(before.calls + calls, before.nbytes + rate.per_s * self.period_s)
         return {cell: demand for cell, demand in found.items() if demand.nbytes > 0}
 
     def _background(self, heard: Mapping[AgentName, _Agent]) -> FloatArray:
@@ -230,11 +230,11 @@ class Tables:
             rules.append(SchemeRule(cast(Scheme, name), 1 << exponent))
         return (*rules[:-1], SchemeRule(rules[-1].scheme))
 
-    def table(self, agent: AgentName) -> Table:
+    def table(self, agent: AgentName) -> AgentTable:
         """Return the entries of the groups with ranks on a server; empty for a switch, and before `derive`."""
         names = [group.name for group in groups_on(self.groups, agent.name)] if agent.kind == "server" else []
         entries = {name: self.entries[name] for name in names if name in self.entries}
-        return Table(max((entry.version for entry in entries.values()), default=0), entries)
+        return AgentTable(max((entry.version for entry in entries.values()), default=0), entries)
 
     def versions_in_use(self) -> dict[str, int]:
         """Return the version of the entry that each group uses, as its rank 0 has reported; 0: none."""

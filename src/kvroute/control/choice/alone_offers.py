@@ -1,4 +1,4 @@
-"""Offers instances that may prefill and decode a request alone to the policy that compares them with pairs."""
+"""Offers instances that may serve an aggregated request to the policy that compares them with pairs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 from kvroute.control.booking import Avoided
 from kvroute.control.state.pool import DecodePool
 from kvroute.control.view import ClusterView, PoolKey
-from kvroute.policies import AloneCandidates, AloneOffer, PrefillCandidates
+from kvroute.policies import AggregatedCandidates, AggregatedOffer, PrefillCandidates
 from kvroute.timing import PrefillTime, prefill_each_s, prefill_time, step_base_s
 from kvroute.types import TRAITS, BoolArray, Candidates, FloatArray, IntArray, Request, Role
 
 
-class AloneOffers:
+class AggregatedOfferBuilder:
     """Offers decode instances that compute a prompt, and prefill instances that go on to decode. It books nothing."""
 
     def __init__(self, view: ClusterView, roles: frozenset[Role]) -> None:
@@ -39,15 +39,15 @@ class AloneOffers:
                 ]
         self._prefill_positions: Mapping[PoolKey, IntArray] = {
             key: np.array([view.prefill[key[0]].position[index] for index in pool.ids.tolist()], dtype=np.int64)
-            for key, pool in view.stays.items()
+            for key, pool in view.kept.items()
             if "prefill" in roles
         }
 
     @property
     def ids(self) -> list[int]:
-        """The instances that may serve a request alone, ascending."""
+        """The instances that may serve an aggregated request, ascending."""
         view = self._view
-        pools = [*(view.decode[key] for key in self._times), *(view.stays[key] for key in self._prefill_positions)]
+        pools = [*(view.decode[key] for key in self._times), *(view.kept[key] for key in self._prefill_positions)]
         return sorted(index for pool in pools for index in pool.ids.tolist())
 
     def offer(
@@ -58,31 +58,31 @@ class AloneOffers:
         at: float,
         avoid: Avoided,
         output_tokens: float,
-    ) -> tuple[tuple[DecodePool, ...], AloneOffer]:
-        """Return the pools with an instance that may serve the request alone, and the offer, whose pools are in the
-        same order.
+    ) -> tuple[tuple[DecodePool, ...], AggregatedOffer]:
+        """Return the pools with an instance that may serve the request aggregated, and the offer, whose pools are in
+        the same order.
 
         Instances that have failed the request are offered only if no other is left.
         """
         view, own = self._view, self._view.prefill[model]
         decoding = [(view.decode[key], key) for key in self._times if key[0] == model]
-        staying = [(view.stays[key], key) for key in self._prefill_positions if key[0] == model]
-        masks = self._usable([pool for pool, _ in (*decoding, *staying)], at, avoid)
+        kept = [(view.kept[key], key) for key in self._prefill_positions if key[0] == model]
+        masks = self._usable([pool for pool, _ in (*decoding, *kept)], at, avoid)
         shares, own_share = [pool.share.share(at) for pool, _ in decoding], own.share.share(at)
-        pools, offered = list[DecodePool](), list[AloneCandidates]()
-        for number, (pool, key) in enumerate((*decoding, *staying)):
+        pools, offered = list[DecodePool](), list[AggregatedCandidates]()
+        for number, (pool, key) in enumerate((*decoding, *kept)):
             if masks[number].any():
                 pools.append(pool)
                 offered.append(
                     self._decoding(request, key, masks[number], shares[number], at)
                     if number < len(decoding)
-                    else self._staying(request, key, prefill, masks[number], own_share)
+                    else self._kept(request, key, prefill, masks[number], own_share)
                 )
         running = np.zeros(len(own.ids), dtype=np.int64)
-        for pool, key in staying:
+        for pool, key in kept:
             running[self._prefill_positions[key]] = pool.batch
         busy = sum(float(share.sum()) for share in (*shares, own_share))
-        return tuple(pools), AloneOffer(
+        return tuple(pools), AggregatedOffer(
             pools=tuple(offered),
             waiting=own.assigned + own.others,
             decoding=running,
@@ -109,7 +109,7 @@ class AloneOffers:
 
     def _decoding(
         self, request: Request, key: PoolKey, usable: BoolArray, share: FloatArray, at: float
-    ) -> AloneCandidates:
+    ) -> AggregatedCandidates:
         """The decode instances of a pool. They compute a prompt in chunks beside their batch, whose steps have the base
         of a prefill."""
         view, pool = self._view, self._view.decode[key]
@@ -121,7 +121,7 @@ class AloneOffers:
         chunks = -(-(request.input_tokens - hit_tokens) // room)
         prefill_s = self._prefill_s(key, request.input_tokens, hit_tokens)
         prefill_s -= np.where(pool.batch > 0, self._base_s[key], 0.0)
-        return AloneCandidates(
+        return AggregatedCandidates(
             candidates,
             pool.prompts_s(at),
             prefill_s,
@@ -131,21 +131,21 @@ class AloneOffers:
             session_s=view.sessions.term_s(request.session, "decode", pool.names),
         )
 
-    def _staying(
+    def _kept(
         self, request: Request, key: PoolKey, prefill: PrefillCandidates, usable: BoolArray, share: FloatArray
-    ) -> AloneCandidates:
+    ) -> AggregatedCandidates:
         """The prefill instances of a pool. They compute prompts first: a decode step waits for the prompts ahead."""
-        pool, own, positions = self._view.stays[key], self._view.prefill[key[0]], self._prefill_positions[key]
+        pool, own, positions = self._view.kept[key], self._view.prefill[key[0]], self._prefill_positions[key]
         candidates = self._candidates(request, key, pool, prefill.hit_tokens[positions], usable)
         delayed = pool.batch + own.assigned[positions] + own.others[positions]
-        return AloneCandidates(
+        return AggregatedCandidates(
             candidates,
             prefill.pending_s[positions],
             prefill.prefill_s[positions],
             np.ones(len(positions), dtype=np.int64),
             delayed,
             share[positions],
-            stays=True,
+            kept=True,
             session_s=self._view.sessions.term_s(request.session, "decode", pool.names),
         )
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from kvroute.control.booking import Booking
-from kvroute.control.choice.pairing import AlonePick
+from kvroute.control.choice.pairing import AggregatedPick
 from kvroute.control.choice.partners import Partners
 from kvroute.control.offers import PREFILL, DecodePick, Offer, Placed
 from kvroute.control.view import ClusterView, PoolKey
@@ -94,8 +94,8 @@ class Forecaster:
         pending_s = float(candidates.pending_s[position])
         return Forecast(pending_s + prefill_s + after.ttft_s, prefill_s + after.least_s)
 
-    def alone(self, pick: AlonePick) -> Forecast:
-        """Predict a request that one instance serves alone because that is cheaper than a pair.
+    def aggregated(self, pick: AggregatedPick) -> Forecast:
+        """Predict an aggregated request, which one instance serves because that is cheaper than a pair.
 
         Beside a batch, its prompt begins with the next step: in the mean half a step later.
         """
@@ -130,9 +130,9 @@ class Forecaster:
         else:
             transfer_s = 0.0
         queue_s, step_s = queue_and_decode_s(candidates)
-        alone_s = float(candidates.iteration_base_s[index] + candidates.iteration_per_request_s[index])
+        idle_step_s = float(candidates.iteration_base_s[index] + candidates.iteration_per_request_s[index])
         transfer_s = max(transfer_s - hidden_s, 0.0)
-        return Forecast(transfer_s + float(queue_s[index] + step_s[index]), transfer_s + alone_s)
+        return Forecast(transfer_s + float(queue_s[index] + step_s[index]), transfer_s + idle_step_s)
 
     def work_s(self, request: Request, model: str, candidates: PrefillCandidates, output_tokens: float) -> float:
         """Return the seconds of work of a request on its instances: its prefill where that ends soonest, and its share

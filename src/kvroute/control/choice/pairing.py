@@ -1,4 +1,4 @@
-"""Chooses prefill and decode instance together, or a decode instance alone, if the policy supports it; books
+"""Chooses prefill and decode instance together, or one instance (aggregated), if the policy supports it; books
 nothing."""
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from typing import NamedTuple
 import msgspec
 
 from kvroute.control.booking import Avoided
-from kvroute.control.choice.alone_offers import AloneOffers
+from kvroute.control.choice.alone_offers import AggregatedOfferBuilder
 from kvroute.control.offers import DecodePick, Offer
 from kvroute.control.state.pool import DecodePool
 from kvroute.control.state.transfer_tracker import TransferTracker
 from kvroute.control.view import ClusterView
-from kvroute.policies import Alone, AloneOffer, JointPath, PairingPolicy, PairPolicy, PrefillCandidates
+from kvroute.policies import AggregatedChoice, AggregatedOffer, JointPath, PairingPolicy, PairPolicy, PrefillCandidates
 from kvroute.types import SAME_NODE, Candidates, Choice, Reject, Request, Terms
 
 
@@ -23,15 +23,15 @@ class PairPick(NamedTuple):
     prefill: Choice
     transfer_s: float = 0.0
     """Predicted time of the transfer to the best decode instance; 0: it was not chosen together with one."""
-    alone: Terms | None = None
+    aggregated: Terms | None = None
     """See `Pair`."""
 
 
-class AlonePick(NamedTuple):
-    """An instance that serves a request alone, and the time of the prompt there."""
+class AggregatedPick(NamedTuple):
+    """An instance that serves an aggregated request, and the time of the prompt there."""
 
     pool: DecodePool
-    stays: bool
+    kept: bool
     """Whether it is a prefill instance, which goes on to decode."""
     pick: DecodePick
     compared: Terms
@@ -44,7 +44,7 @@ class Pairing:
     """Uses the acting decode policy if it is a `PairingPolicy`. Otherwise, or if the request has no such pair, the
     prefill policy chooses.
 
-    Decode instances are offered to serve a request alone if their protocol allows it. They are not offered to a request
+    Decode instances are offered for aggregated requests if their protocol allows it. They are not offered to a request
     for a LoRA adapter, because the offer does not price its load time, and not in a cluster
     with `offload` or with a store, which have rules of their own for the place of a prefill.
     """
@@ -57,19 +57,19 @@ class Pairing:
         if isinstance(policy, PairingPolicy):
             self._policy = policy.pair_policy(view.settings.constraint)
         self._separable = {model: self._splits(model) for model in view.models}
-        self._offers: AloneOffers | None = None
+        self._offers: AggregatedOfferBuilder | None = None
         if self._policy is not None and view.options.offload is None and view.reads is None:
-            roles = self._policy.serves_alone
-            self._offers = AloneOffers(view, roles) if roles else None
+            roles = self._policy.serves_aggregated
+            self._offers = AggregatedOfferBuilder(view, roles) if roles else None
 
     @property
-    def alone_ids(self) -> list[int]:
-        """The instances that may serve a request alone in place of a pair, ascending."""
+    def aggregated_ids(self) -> list[int]:
+        """The instances that may serve an aggregated request in place of a pair, ascending."""
         instances = self._view.cluster.instances
         ids = self._offers.ids if self._offers is not None else []
         return [index for index in ids if self._separable[instances[index].model]]
 
-    def choose(self, offered: Offer) -> PairPick | AlonePick | Reject:
+    def choose(self, offered: Offer) -> PairPick | AggregatedPick | Reject:
         """Return the prefill instance, or an instance that serves the request alone.
 
         Waits for prefill and transfers are compared as long as recent ones of the model were, relative to their
@@ -96,11 +96,11 @@ class Pairing:
         chosen = self._policy.choose(request, candidates, joint_path, turn, offer, offered.further_s.get("session_s"))
         if isinstance(chosen, Reject):
             return self._by_prefill_policy(request, model, candidates)
-        if offer is not None and isinstance(chosen, Alone):
+        if offer is not None and isinstance(chosen, AggregatedChoice):
             return _picked(pools, offer, chosen)
-        assert not isinstance(chosen, Alone), "without an offer there is no decode instance alone"
+        assert not isinstance(chosen, AggregatedChoice), "without an offer there is no aggregated request"
         transfer_s = float(chosen.decode.terms.parts["transfer_s"][chosen.decode.index])
-        return PairPick(chosen.prefill, transfer_s, chosen.alone)
+        return PairPick(chosen.prefill, transfer_s, chosen.aggregated)
 
     def _by_prefill_policy(self, request: Request, model: str, candidates: PrefillCandidates) -> PairPick | Reject:
         choice = self._view.choose_prefill(request, model, candidates)
@@ -108,7 +108,7 @@ class Pairing:
 
     def _offer(
         self, request: Request, model: str, cached: PrefillCandidates, at: float, avoid: Avoided, waits_factor: float
-    ) -> tuple[tuple[DecodePool, ...], AloneOffer | None]:
+    ) -> tuple[tuple[DecodePool, ...], AggregatedOffer | None]:
         if self._offers is None or self._tracker is None or request.adapter:
             return (), None
         output_tokens, own = self._tracker.table.answers.mean_tokens, self._view.prefill[model]
@@ -144,7 +144,9 @@ class Pairing:
             by_protocol[protocol] = pool.with_prompts(self._decode_candidates(request, model, pool), at)
         costs = view.oracle.costs(source, pool.ids, at, own_transfers=False)
         starts_s = float(candidates.pending_s[position] + candidates.prefill_s[position])
-        return JointPath(by_protocol[protocol], costs, self._tracker.sight(source, pool.ids, costs, at, starts_s))
+        return JointPath(
+            by_protocol[protocol], costs, self._tracker.network_view(source, pool.ids, costs, at, starts_s)
+        )
 
     def _decode_candidates(self, request: Request, model: str, pool: DecodePool) -> Candidates:
         view = self._view
@@ -153,11 +155,11 @@ class Pairing:
         return pool.candidates(request, view.models[model], hit_tokens, view.options.reserve_bytes, usable)
 
 
-def _picked(pools: tuple[DecodePool, ...], offer: AloneOffer, alone: Alone) -> AlonePick:
-    choice, offered = alone.decode, offer.pools[alone.pool]
+def _picked(pools: tuple[DecodePool, ...], offer: AggregatedOffer, aggregated: AggregatedChoice) -> AggregatedPick:
+    choice, offered = aggregated.decode, offer.pools[aggregated.pool]
     parts = choice.terms.parts
     prompt_s = float(parts["prefill_s"][choice.index])
-    if not offered.stays:
+    if not offered.kept:
         prompt_s += float(parts["steps_s"][choice.index])
     pick = DecodePick(choice, offered.candidates, SAME_NODE)
-    return AlonePick(pools[alone.pool], offered.stays, pick, alone.compared, prompt_s)
+    return AggregatedPick(pools[aggregated.pool], offered.kept, pick, aggregated.compared, prompt_s)

@@ -25,7 +25,7 @@ class Partners:
         later and not `early`."""
         index = int(self._view.prefill[booking.model].ids[position])
         instance = self._view.cluster.instances[index]
-        if instance.role == "both" or not (instance.traits.concurrent_legs or booking.joint or early):
+        if instance.role == "both" or not (instance.traits.concurrent_legs or booking.both_on_arrival or early):
             return None
         return self._decodes.choose(booking.request, (booking.model, instance.protocol), index, at, booking.avoid)
 

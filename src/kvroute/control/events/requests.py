@@ -34,8 +34,10 @@ def _arrived(state: CoreState, event: Arrived) -> tuple[Decision, ...]:
         what = f"model {request.model!r}" if request.model else unnamed
         why = f"no prefill and decode instances serve {what}" if state.cluster.instances else "no instance is up"
         return (Reject(request.id, why),)
-    booking = Booking(request, model, joint=event.joint, only=event.only, ttft_max_s=event.ttft_max_s)
-    booking.bar_others(state.cluster.instances)
+    booking = Booking(
+        request, model, both_on_arrival=event.both_on_arrival, only=event.only, ttft_max_s=event.ttft_max_s
+    )
+    booking.restrict_to(state.cluster.instances)
     decisions = _start(state, booking, event.at)
     if state.scaling is not None:
         service_s = booking.prefill_s or booking.prompt_s
@@ -85,11 +87,11 @@ def _decode_failed(state: CoreState, event: DecodeFailed) -> tuple[Decision, ...
     if booking.source == GONE:
         return _again(state, booking, booking.target, event.at)
     alone = booking.source == booking.target
-    joint = booking.joint or state.cluster.instances[booking.source].traits.concurrent_legs
+    both_on_arrival = booking.both_on_arrival or state.cluster.instances[booking.source].traits.concurrent_legs
     if event.kv_lost and state.reservations.is_offloaded(booking):
         booking.at_home = True  # the WAN path failed, neither of the two instances
         return _again(state, booking, None, event.at)
-    if event.kv_lost or alone or joint:
+    if event.kv_lost or alone or both_on_arrival:
         return _again(state, booking, booking.target, event.at)
     state.reservations.release_decode(booking, event.at)
     booking.exclude(booking.target)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from kvroute.control.booking import Booking
-from kvroute.control.cluster_change import NextCluster, Parts, next_cluster
+from kvroute.control.cluster_change import CoreParts, NextCluster, next_cluster
 from kvroute.control.dispatcher import Dispatcher
-from kvroute.control.peers import Peers
+from kvroute.control.peers import PeerGateways
 from kvroute.control.reservations import Reservations
 from kvroute.control.scaling.scaler import Scaling
-from kvroute.control.settings import ControlSettings
+from kvroute.control.settings import CoreSpec
 from kvroute.control.view import ClusterView
 from kvroute.topology import Cluster
 from kvroute.types import Decision, Joined
@@ -24,9 +24,9 @@ class CoreState:
 
     base: Cluster
     """Cluster of the file alone."""
-    settings: ControlSettings
-    parts: Parts
-    peers: Peers
+    settings: CoreSpec
+    parts: CoreParts
+    peers: PeerGateways
     """The other gateways of the cluster."""
     scaling: Scaling | None
     """Number of instances that the traffic needs; None: it is not computed."""
@@ -44,7 +44,7 @@ class CoreState:
     def __post_init__(self) -> None:
         self.adopt(self.parts)
 
-    def adopt(self, parts: Parts) -> None:
+    def adopt(self, parts: CoreParts) -> None:
         """Use these parts from now on."""
         self.parts, self.cluster, self.view = parts, parts.cluster, parts.view
         self.dispatcher, self.reservations = parts.dispatcher, parts.reservations

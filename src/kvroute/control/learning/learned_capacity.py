@@ -18,7 +18,7 @@ _UNSEEN_S = 0.1
 """Delay of a transfer inside a rack that teaches nothing: engines start and report transfers between two steps."""
 
 
-class Learned:
+class LearnedCapacity:
     """Capacity of the tiers as measured by finished transfers: a factor on the map's nominal capacity.
 
     Each tier has a mean of log factors that fades with transfers and with time. Beyond the rack, a prior draws it to

@@ -27,6 +27,7 @@ from kvroute.types import (
     SwitchRole,
     Terms,
 )
+from kvroute_engine import renamed
 
 TermsKept: TypeAlias = Literal["best", "all"]
 TERMS_ALL, TERMS_BEST = 64, 16
@@ -66,10 +67,32 @@ def _plain(value: Any) -> Any:
 
 encode = msgspec.json.Encoder(enc_hook=_plain).encode
 """Encode a header, a record or decisions; the result has no line end."""
-decode_record = msgspec.json.Decoder(LogRecord, dec_hook=lambda _type, value: np.asarray(value)).decode
-"""Decode a line of a log. Raises msgspec.DecodeError if it is no record."""
-decode_header = msgspec.json.Decoder(LogHeader).decode
-"""Decode the first line of a log. Raises msgspec.DecodeError if it is no header of this version."""
+
+
+def _array(_type: type, value: Any) -> Any:
+    return np.asarray(value)
+
+
+_decode_record = msgspec.json.Decoder(LogRecord, dec_hook=_array).decode
+_decode_header = msgspec.json.Decoder(LogHeader).decode
+
+
+def decode_record(line: bytes) -> LogRecord:
+    """Decode a line of a log, also one of the previous version. Raises msgspec.DecodeError if it is no record."""
+    if not renamed.mentions(line, renamed.LOG_RECORD):
+        return _decode_record(line)
+    plain = msgspec.json.decode(line)
+    renamed.rename_keys(plain, renamed.LOG_RECORD)
+    return msgspec.convert(plain, LogRecord, dec_hook=_array)
+
+
+def decode_header(line: bytes) -> LogHeader:
+    """Decode the first line of a log, also of the previous version. Raises msgspec.DecodeError if it is no header."""
+    if not renamed.mentions(line, renamed.LOG_HEADER):
+        return _decode_header(line)
+    plain = msgspec.json.decode(line)
+    renamed.rename_keys(plain, renamed.LOG_HEADER)
+    return msgspec.convert(plain, LogHeader)
 
 
 def is_log(start: bytes) -> bool:
@@ -80,9 +103,9 @@ def is_log(start: bytes) -> bool:
 def trim_terms(decision: Decision) -> Decision:
     """Reduce a decision with over TERMS_ALL candidates to the terms of the TERMS_BEST cheapest and of the chosen one.
     Ties in cost are broken by position."""
-    if isinstance(decision, Prefill) and decision.alone is not None and len(decision.alone.names) > TERMS_ALL:
-        pair = len(decision.alone.names) - 1
-        decision = msgspec.structs.replace(decision, alone=_cheapest(decision.alone, [pair]))
+    if isinstance(decision, Prefill) and decision.aggregated is not None and len(decision.aggregated.names) > TERMS_ALL:
+        pair = len(decision.aggregated.names) - 1
+        decision = msgspec.structs.replace(decision, aggregated=_cheapest(decision.aggregated, [pair]))
     terms = decision.terms
     if terms is None or len(terms.names) <= TERMS_ALL:
         return decision
@@ -131,5 +154,5 @@ def decisions_equal(recorded: tuple[Decision, ...], again: tuple[Decision, ...])
 
 
 def _is_trimmed(decision: Decision) -> bool:
-    alone = decision.alone if isinstance(decision, Prefill) else None
-    return any(terms is not None and terms.left_out for terms in (decision.terms, alone))
+    aggregated = decision.aggregated if isinstance(decision, Prefill) else None
+    return any(terms is not None and terms.left_out for terms in (decision.terms, aggregated))

@@ -94,8 +94,8 @@ class LogHashing:
             case SessionsServed():
                 return self._sessions(event)
             case PeerReported(report=report):
-                keyed_events = tuple([self._peer_event(each) for each in report.events])
-                bookings = tuple([self._booking(each) for each in report.bookings])
+                keyed_events = tuple([self._peer_event(event) for event in report.events])
+                bookings = tuple([self._booking(booking) for booking in report.bookings])
                 keyed_report = msgspec.structs.replace(report, events=keyed_events, bookings=bookings)
                 return msgspec.structs.replace(event, report=keyed_report)
             case _:

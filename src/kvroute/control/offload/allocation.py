@@ -15,7 +15,7 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from kvroute.control.state.traffic import Traffic
+from kvroute.control.state.traffic import TrafficLengths
 from kvroute.policies.fleet.role_switch import (
     Home,
     LongTerm,
@@ -47,7 +47,7 @@ _SPLITS_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class SiteCapacity:
     """Present capacity of the system; `prfaas` holds the sites that are up, with their present egress bandwidth."""
 
     kv_bytes: Curve
@@ -88,7 +88,7 @@ class Allocation:
 
     def __init__(self, spec: LongTerm) -> None:
         self._spec = spec
-        self.traffic = Traffic(spec.window_s)
+        self.traffic = TrafficLengths(spec.window_s)
         self._reviewed_at: float | None = None
         self._start_requests = spec.start_requests
 
@@ -106,7 +106,7 @@ class Allocation:
         self._start_requests *= 2
         return True
 
-    def threshold_tokens(self, at: float, capacity: Capacity, base_tokens: float | None = None) -> float | None:
+    def threshold_tokens(self, at: float, capacity: SiteCapacity, base_tokens: float | None = None) -> float | None:
         """The best threshold for the present split, at the start and after a change of capacity. None if traffic or
         capacity do not give one; `base_tokens`, the threshold in use, if it is about as good."""
         seen = self._prompts(at)
@@ -114,7 +114,7 @@ class Allocation:
             return None
         return self._threshold(seen, capacity, _rates(self._spec, seen, capacity, _present(capacity)), base_tokens)
 
-    def limit_tokens(self, at: float, capacity: Capacity) -> float:
+    def limit_tokens(self, at: float, capacity: SiteCapacity) -> float:
         """The highest threshold with which the homes' prefill keeps up with the present arrivals, by the model; inf if
         there is no traffic or capacity to compute it from."""
         seen = self._prompts(at)
@@ -127,7 +127,7 @@ class Allocation:
     def review(
         self,
         at: float,
-        capacity: Capacity,
+        capacity: SiteCapacity,
         loads: Mapping[Stage, StageLoad],
         switching: int = 0,
         base_tokens: float | None = None,
@@ -177,13 +177,13 @@ class Allocation:
             n_decode=tuple(best.n_decode[there[1]].tolist()),
         )
 
-    def _threshold(self, seen: Seen, capacity: Capacity, present: StageRates, base_tokens: float | None) -> float:
+    def _threshold(self, seen: Seen, capacity: SiteCapacity, present: StageRates, base_tokens: float | None) -> float:
         """The best threshold of the present split, or the one in use if it is about as good."""
         best = present.best()
         if base_tokens is not None:
             mix, _, output_tokens = seen
-            alone = (mix, np.array([base_tokens]), output_tokens)
-            kept = _prefill_per_s(_rates(self._spec, alone, capacity, _present(capacity)))[0, 0]
+            present_threshold = (mix, np.array([base_tokens]), output_tokens)
+            kept = _prefill_per_s(_rates(self._spec, present_threshold, capacity, _present(capacity)))[0, 0]
             if kept > _prefill_per_s(present)[best] * (1.0 - self._spec.threshold_gain_min):
                 return base_tokens
         return float(present.thresholds[best[0]])
@@ -198,7 +198,7 @@ class Allocation:
         return None if mix is None or output_tokens is None else (*mix, output_tokens)
 
 
-def _rates(spec: LongTerm, seen: Seen, capacity: Capacity, n_prefill: IntArray) -> StageRates:
+def _rates(spec: LongTerm, seen: Seen, capacity: SiteCapacity, n_prefill: IntArray) -> StageRates:
     """Evaluate the model for the observed lengths and these splits, [S, homes]."""
     mix, thresholds, output_tokens = seen
     pd = tuple(
@@ -216,11 +216,11 @@ def _prefill_per_s(rates: StageRates) -> FloatArray:
     return np.minimum(rates.prfaas_bound_per_s[:, None], rates.pd_p_bound_per_s)
 
 
-def _present(capacity: Capacity) -> IntArray:
+def _present(capacity: SiteCapacity) -> IntArray:
     return np.array([[len(home.prefill) for home in capacity.homes]], dtype=np.int64)
 
 
-def _splits(spec: LongTerm, capacity: Capacity) -> IntArray:
+def _splits(spec: LongTerm, capacity: SiteCapacity) -> IntArray:
     """The present split, then all that keep the minimum of each role; with many homes, only splits near it."""
     reach = max(int(_SPLITS_MAX ** (1 / len(capacity.homes))) // 2, 1)
     ranges = []

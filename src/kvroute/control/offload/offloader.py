@@ -14,7 +14,7 @@ import numpy as np
 
 from kvroute.control.booking import Booking
 from kvroute.control.offers import BOTH_LEGS, Offer, Placed
-from kvroute.control.offload.allocation import Allocation, Capacity, Review
+from kvroute.control.offload.allocation import Allocation, Review, SiteCapacity
 from kvroute.control.offload.stages import Stages
 from kvroute.control.offload.threshold import scarcity_of, threshold_of
 from kvroute.control.state.datacenters import Datacenters, Egress
@@ -332,7 +332,7 @@ class Offloader:
         """Base threshold in use; None if no search has been made yet."""
         return min(threshold.base_tokens for threshold in self.thresholds.values()) if self._searched else None
 
-    def _capacity(self, at: float) -> Capacity:
+    def _capacity(self, at: float) -> SiteCapacity:
         free_bytes_per_s = {
             site: self.egress[site].bytes_per_s * max(1.0 - self.utilisation(site, at)[0], 0.0)
             for site, threshold in self.thresholds.items()

@@ -8,7 +8,7 @@ from typing import get_args
 
 import numpy as np
 
-from kvroute.control.offload.allocation import Capacity
+from kvroute.control.offload.allocation import SiteCapacity
 from kvroute.control.state.datacenters import Datacenters
 from kvroute.control.state.pool import DecodePool, PrefillPool
 from kvroute.control.state.traffic import Tally
@@ -54,13 +54,13 @@ class Stages:
         self._saved_s = Tally(self.window_s, len(self.view.cluster.instances))
         self._hits = Tally(self.window_s, len(self.view.cluster.instances))
 
-    def capacity(self, at: float, egress_bytes_per_s: Mapping[int, float]) -> Capacity:
+    def capacity(self, at: float, egress_bytes_per_s: Mapping[int, float]) -> SiteCapacity:
         """Capacity of the instances that are up; a PrfaaS site counts only if `egress_bytes_per_s` lists it."""
         prfaas = tuple(
             PrfaasCluster(int(self.prefill.up[self._prefill_at[site]].sum()), self._curve(site), free_bytes_per_s)
             for site, free_bytes_per_s in sorted(egress_bytes_per_s.items())
         )
-        return Capacity(kv_curve(self.model), prfaas, tuple(self._home(site, at) for site in self.datacenters.pd))
+        return SiteCapacity(kv_curve(self.model), prfaas, tuple(self._home(site, at) for site in self.datacenters.pd))
 
     def _home(self, site: int, at: float) -> Home:
         """The instances of a PD site, least loaded first."""

@@ -92,7 +92,7 @@ class SiblingCaches:
         rows = []
         for holder in holders.tolist():
             costs = self._view.oracle.costs(holder, pool.ids[takers], at)
-            alone = costs.bytes_per_s[costs.tier] if costs.pair_bytes_per_s is None else costs.pair_bytes_per_s
-            paced = effective_bytes_per_s(alone, costs.congestion[costs.tier], costs.in_flight[costs.tier])
+            uncontended = costs.bytes_per_s[costs.tier] if costs.pair_bytes_per_s is None else costs.pair_bytes_per_s
+            paced = effective_bytes_per_s(uncontended, costs.congestion[costs.tier], costs.in_flight[costs.tier])
             rows.append(costs.latency_s[costs.tier] + nbytes / paced)
         return np.array(rows)

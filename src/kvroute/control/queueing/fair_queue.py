@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 
-class Waiting(NamedTuple):
+class WaitingRequest(NamedTuple):
     """A request in the queue."""
 
     number: int
@@ -32,7 +32,7 @@ class _Flow:
     __slots__ = ("requests", "tag")
 
     def __init__(self) -> None:
-        self.requests: OrderedDict[int, Waiting] = OrderedDict()
+        self.requests: OrderedDict[int, WaitingRequest] = OrderedDict()
         self.tag = 0.0
         """Start tag of the first request; without a request, of the next one if it comes at once."""
 
@@ -49,7 +49,7 @@ class _Band:
         self.heap: list[tuple[float, int, str]] = []
         """Tag and number of the first request of each key, and outdated entries."""
 
-    def push(self, request: Waiting) -> None:
+    def push(self, request: WaitingRequest) -> None:
         flow = self.flows.get(request.key)
         if flow is None:
             flow = self.flows[request.key] = _Flow()
@@ -58,7 +58,7 @@ class _Band:
             heappush(self.heap, (flow.tag, request.number, request.key))
         flow.requests[request.number] = request
 
-    def pop(self) -> Waiting | None:
+    def pop(self) -> WaitingRequest | None:
         while self.heap:
             tag, number, key = heappop(self.heap)
             flow = self.flows.get(key)
@@ -71,7 +71,7 @@ class _Band:
             return request
         return None
 
-    def remove(self, request: Waiting) -> None:
+    def remove(self, request: WaitingRequest) -> None:
         flow = self.flows[request.key]
         first = next(iter(flow.requests)) == request.number
         del flow.requests[request.number]
@@ -93,14 +93,14 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._bands: dict[int, _Band] = {}
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[int, WaitingRequest] = {}
         self._depths: dict[int, int] = {}
         """Number of waiting requests of each band that has some."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def push(self, request: Waiting) -> None:
+    def push(self, request: WaitingRequest) -> None:
         """Add a request."""
         assert request.number not in self._waiting, "a number is used once"
         self._waiting[request.number] = request
@@ -110,7 +110,7 @@ class FairQueue:
             band = self._bands[request.band] = _Band()
         band.push(request)
 
-    def pop(self) -> Waiting | None:
+    def pop(self) -> WaitingRequest | None:
         """Remove and return the next request; None if none waits."""
         if not self._depths:
             return None
@@ -132,7 +132,7 @@ class FairQueue:
         """Return the number of waiting requests by band, for bands that have some."""
         return dict(sorted(self._depths.items()))
 
-    def ahead_s(self, request: Waiting) -> float:
+    def ahead_s(self, request: WaitingRequest) -> float:
         """Return the seconds of work that would be served before a request if it came now and no other one did after
         it."""
         ahead_s = 0.0
@@ -147,12 +147,12 @@ class FairQueue:
                 shares[waiting.key] = min(shares.get(waiting.key, 0.0) + waiting.work_s, most)
         return ahead_s + own + sum(shares.values())
 
-    def _own_ahead_s(self, request: Waiting) -> float:
+    def _own_ahead_s(self, request: WaitingRequest) -> float:
         band = self._bands.get(request.band)
         flow = band.flows.get(request.key) if band is not None else None
-        return sum([each.work_s for each in flow.requests.values()]) if flow is not None else 0.0
+        return sum([request.work_s for request in flow.requests.values()]) if flow is not None else 0.0
 
-    def _removed(self, request: Waiting) -> None:
+    def _removed(self, request: WaitingRequest) -> None:
         del self._waiting[request.number]
         depth = self._depths[request.band] - 1
         if depth:

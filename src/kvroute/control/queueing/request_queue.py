@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from kvroute.control.queueing.fair_queue import FairQueue, Waiting
+from kvroute.control.queueing.fair_queue import FairQueue, WaitingRequest
 
 RETRIES = 4
 """Number of deferred requests that are tried again at one time."""
@@ -19,7 +19,7 @@ RETRIES = 4
 class QueuedRequest:
     """A request in the queue, and how long it may stay there."""
 
-    waiting: Waiting
+    waiting: WaitingRequest
     expires_at: float
     """Time at which it has waited too long."""
     deadline: float = math.inf
@@ -116,5 +116,5 @@ class RequestQueue:
     def _watch(self, request: QueuedRequest) -> None:
         heappush(self._ends, (request.gives_up_at, request.waiting.number))
         if len(self._ends) > 64 + 2 * len(self._requests):
-            self._ends = [(each.gives_up_at, number) for number, each in self._requests.items()]
+            self._ends = [(request.gives_up_at, number) for number, request in self._requests.items()]
             heapify(self._ends)

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from kvroute.control.core import Control
 from kvroute.control.replication.admissions import Admissions
-from kvroute.control.replication.usage import Usage
+from kvroute.control.replication.usage import ChargedUsage
 from kvroute.control.state.report_checks import check_counts
 from kvroute.types import (
     Admitted,
@@ -48,8 +48,8 @@ _KNOWLEDGE_MAX = 10_000
 _EVENTS_MAX = 1_000
 """Number of events in one report."""
 
-SyncState: TypeAlias = Literal["alone", "joining", "in_sync"]
-"""`alone`: without the stream; `joining`: some gateways have not answered yet."""
+SyncState: TypeAlias = Literal["disconnected", "joining", "in_sync"]
+"""`disconnected`: without the stream; `joining`: some gateways have not answered yet."""
 
 
 class Replica:
@@ -63,7 +63,7 @@ class Replica:
         approximate: frozenset[str] = frozenset(),
         block_tokens: int = 16,
         admissions: Admissions | None = None,
-        usage: Usage | None = None,
+        usage: ChargedUsage | None = None,
     ) -> None:
         """
         Args:
@@ -253,7 +253,7 @@ class Replica:
     def state(self) -> SyncState:
         """Whether the view contains what the other gateways have booked."""
         if not self._connected:
-            return "alone"
+            return "disconnected"
         return "in_sync" if self._joined and not self._asks else "joining"
 
     @property

@@ -20,7 +20,7 @@ class _Known:
     keys: dict[str, Amounts] = field(default_factory=dict)
 
 
-class Usage:
+class ChargedUsage:
     """The own charges, for the next report, and those that the other gateways have reported.
 
     The charges of others are as old as their reports. What is charged meanwhile is taken from the buckets later, so

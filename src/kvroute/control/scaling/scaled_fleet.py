@@ -40,7 +40,11 @@ class ScaledFleet:
         serving: dict[ScaledRole, list[str]] = {role: [] for role in SCALED_ROLES}
         removable: dict[ScaledRole, list[tuple[float, int, str]]] = {role: [] for role in SCALED_ROLES}
         startable: dict[ScaledRole, list[tuple[bool, str]]] = {role: [] for role in SCALED_ROLES}
-        members = [(index, each) for index, each in enumerate(instances) if each.model == model and each.role != "both"]
+        members = [
+            (index, instance)
+            for index, instance in enumerate(instances)
+            if instance.model == model and instance.role != "both"
+        ]
         for index, each in members:
             role = view.roles[index] or each.role
             if role == "both" or view.roles[index] is None or each.name in leaving:
@@ -78,7 +82,11 @@ def replica_model(cluster: Cluster, model: str, *, overlaps: bool = False) -> Re
 
     Args: `overlaps`: KV caches are sent while they are computed.
     """
-    members = [(i, each) for i, each in enumerate(cluster.instances) if each.model == model and each.role != "both"]
+    members = [
+        (i, instance)
+        for i, instance in enumerate(cluster.instances)
+        if instance.model == model and instance.role != "both"
+    ]
     sources = [i for i, each in members if each.role == "prefill"] or [members[0][0]]
     targets = [i for i, each in members if each.role == "decode"] or [members[0][0]]
     first = cluster.instances[targets[0]]
@@ -108,5 +116,5 @@ def _card_bytes_per_s(cluster: Cluster, index: int) -> float:
 
 
 def uncached_s(view: ClusterView, model: str, request: Request) -> float:
-    first = next(each for each in view.cluster.instances if each.model == model)
+    first = next(instance for instance in view.cluster.instances if instance.model == model)
     return prefill_time(view.cluster.timing[first.timing].prefill).seconds(request.input_tokens)

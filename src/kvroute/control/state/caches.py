@@ -17,7 +17,7 @@ _INT64 = np.dtype(np.int64)
 """numpy takes a dtype in half the time of its scalar type."""
 
 
-class Caches:
+class PrefixCaches:
     """Cached block prefixes by instance and, for hybrid models, the positions where cached prompts end. A hybrid model
     can resume a prefill only at such a position."""
 

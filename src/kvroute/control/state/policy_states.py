@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 from kvroute.control.state.transfer_tracker import TransferTracker
 from kvroute.oracle import NetworkOracle
-from kvroute.policies import CapacityLearner, DecodePolicy, PolicyState, ResponseObserver, SightedPolicy
+from kvroute.policies import CapacityLearner, DecodePolicy, NetworkViewPolicy, PolicyState, ResponseObserver
 from kvroute.topology import Cluster
 from kvroute.types import IntArray
 
 
 def state_of(policy: DecodePolicy | None, cluster: Cluster, oracle: NetworkOracle) -> PolicyState | None:
     """Return a fresh state for a policy; None if it needs none."""
-    if isinstance(policy, SightedPolicy):
+    if isinstance(policy, NetworkViewPolicy):
         return TransferTracker(cluster, policy, oracle)
     return None
 

@@ -46,7 +46,7 @@ class DecodePool:
     position: dict[int, int]
     """Position of each cluster index."""
     prompts: IntArray
-    """Requests whose prompt waits or is computed on an instance, because it serves them alone."""
+    """Requests whose prompt waits or is computed on an instance, because they are aggregated."""
     prompts_until_s: FloatArray
     """Time at which each instance has computed these prompts."""
     share: PromptShare
@@ -168,11 +168,11 @@ class DecodePool:
         return msgspec.structs.replace(candidates, prompts_s=self.prompts_s(at))
 
     def prompts_s(self, at: float) -> FloatArray:
-        """Seconds until each instance has computed the prompts of the requests that it serves alone."""
+        """Seconds until each instance has computed the prompts of its aggregated requests."""
         return np.maximum(self.prompts_until_s - at, 0.0)
 
     def book_prompt(self, position: int, at: float, seconds: float) -> None:
-        """Book the prompt of a request that this instance serves alone."""
+        """Book the prompt of an aggregated request."""
         self.prompts_until_s[position] = max(float(self.prompts_until_s[position]), at) + seconds
         self.prompts[position] += 1
         self.has_prompts = True

@@ -16,7 +16,7 @@ _SLOTS = 8
 """Number of parts of a window; expired data is dropped in whole parts."""
 
 
-class Traffic:
+class TrafficLengths:
     """Lengths in the last `window_s`, in bins of a sixteenth of an octave, so memory is bounded.
 
     The mean within a bin is exact. Times must not decrease.

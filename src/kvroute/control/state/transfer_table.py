@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvroute.control.learning.learned_capacity import Answers, Learned
+from kvroute.control.learning.learned_capacity import Answers, LearnedCapacity
 from kvroute.flows import arrays, kernels, state
 from kvroute.oracle.telemetry import CONGESTION_MAX
 from kvroute.policies.foresight.links import LinkModel
 from kvroute.policies.foresight.paths import HOPS_MAX, ceiling_of, path_of
-from kvroute.policies.foresight.sight import RECENT_S, Sight, StartedBytes
+from kvroute.policies.foresight.sight import RECENT_S, NetworkView, StartedBytes
 from kvroute.policies.foresight.spec import ForesightSpec
-from kvroute.policies.foresight.transfers import pass_time, set_off
+from kvroute.policies.foresight.transfers import pass_time, start_transfer
 from kvroute.types import SAME_NODE, SAME_RACK, TIER_COUNT, CapacityLearned, FloatArray, InputError, IntArray
 
 _SLOTS = 64
@@ -47,12 +47,12 @@ class InFlight:
     def __init__(self, links: LinkModel, spec: ForesightSpec | None = None) -> None:
         """Create an empty table: no transfers, nothing learned, no congestion."""
         self.links, self.spec = links, spec or ForesightSpec()
-        self.learned, self.answers = Learned(self.spec), Answers(self.spec)
+        self.learned, self.answers = LearnedCapacity(self.spec), Answers(self.spec)
         self._told: FloatArray = np.zeros(TIER_COUNT)
         self._cable, self._tier_left = links.cable_bytes_per_s, links.tier_bytes_per_s
         self._capacity = links.capacity_bytes_per_s
         self._all: IntArray = np.arange(len(links.capacity_bytes_per_s))
-        self._crowd: IntArray = np.zeros(len(self._all), dtype=np.int64)
+        self._flows_per_link: IntArray = np.zeros(len(self._all), dtype=np.int64)
         self._state = arrays.idle(links.capacity_bytes_per_s, _SLOTS, HOPS_MAX)
         self._predicted: FloatArray = np.zeros(_SLOTS)
         self._limited: FloatArray = np.zeros(_SLOTS)
@@ -84,7 +84,7 @@ class InFlight:
         before[after[after >= 0]] = old._state.link[: len(after), state.CAPACITY][after >= 0]
         self._state = arrays.relinked(old._state, before, after)
         self._predicted, self._limited, self._out, self._free = old._predicted, old._limited, old._out, old._free
-        self._crowd[after[after >= 0]] = old._crowd[after >= 0]
+        self._flows_per_link[after[after >= 0]] = old._flows_per_link[after >= 0]
         self._started_bytes[after[after >= 0]] = old._started_bytes[after >= 0]
         self._started_at[after[after >= 0]] = old._started_at[after >= 0]
         self._since = old._since
@@ -114,7 +114,7 @@ class InFlight:
             self._widen()
         slot = self._free.pop()
         links, hashed = self.links, self.links.hashed_paths
-        hops = set_off(
+        hops = start_transfer(
             self.now,
             slot,
             source,
@@ -125,7 +125,7 @@ class InFlight:
             links.wan,
             self._cable,
             links.cables,
-            self._crowd,
+            self._flows_per_link,
             hashed,
             self.spec.rival_weight * hashed,
             self.spec.sibling_weight * (hashed - 1),
@@ -159,7 +159,7 @@ class InFlight:
             lasted_s = self.now - under.began_s
             self.learned.ended(under.tier, under.kv_bytes, predicted, limited, under.believed, lasted_s)
         kernels.cancel(self.now, under.slot, self._state)
-        self._crowd[list(under.path)] -= 1
+        self._flows_per_link[list(under.path)] -= 1
         self._free.append(under.slot)
         self._solve()
 
@@ -194,15 +194,15 @@ class InFlight:
         self._tier_left = self.links.tier_bytes_per_s * (1.0 - congestion)
         self._capacity = self.links.capacity_bytes_per_s * left * self.links.nic_factors(self._nic_factor)
 
-    def sight(self, at: float, source: int, targets: IntArray, starts_s: float = 0.0) -> Sight:
+    def network_view(self, at: float, source: int, targets: IntArray, starts_s: float = 0.0) -> NetworkView:
         """The network state for a decision at `at` about a transfer from `source` that starts `starts_s` later."""
         mean_bytes_per_s = self._pass(at)
         since = self.now if self._since is None else self._since
-        return Sight(
+        return NetworkView(
             links=self.links,
             mean_bytes_per_s=mean_bytes_per_s,
             state=self._state,
-            crowd=self._crowd,
+            flows_per_link=self._flows_per_link,
             capacity_bytes_per_s=self._capacity,
             cable_bytes_per_s=self._cable,
             tier_bytes_per_s=self._tier_left,
@@ -214,7 +214,7 @@ class InFlight:
             started=StartedBytes(self._started_bytes, self._started_at, self.now, since),
         )
 
-    def alone_bytes_per_s(self, source: int, target: int, congestion: FloatArray, factor: FloatArray) -> float:
+    def uncontended_bytes_per_s(self, source: int, target: int, congestion: FloatArray, factor: FloatArray) -> float:
         """Rate of a transfer from `source` to `target` without other transfers in flight, within the limits of its
         NICs.
 
@@ -232,7 +232,7 @@ class InFlight:
             links.wan,
             links.cable_bytes_per_s * left,
             links.cables,
-            np.zeros_like(self._crowd),
+            np.zeros_like(self._flows_per_link),
             hashed,
             self.spec.rival_weight * hashed,
             self.spec.sibling_weight * (hashed - 1),

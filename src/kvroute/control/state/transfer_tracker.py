@@ -9,7 +9,7 @@ from msgspec import structs
 
 from kvroute.control.state.transfer_table import InFlight
 from kvroute.oracle import NetworkOracle
-from kvroute.policies import DecodePolicy, LinkModel, Sight, SightedPolicy, TierLearned
+from kvroute.policies import DecodePolicy, LinkModel, NetworkView, NetworkViewPolicy, TierLearned
 from kvroute.topology import Cluster
 from kvroute.types import TIER_COUNT, FloatArray, IntArray, NetworkCosts
 
@@ -22,7 +22,7 @@ class TransferTracker:
     It is a `PolicyState`, a `ResponseObserver` and a `CapacityLearner`.
     """
 
-    def __init__(self, cluster: Cluster, policy: SightedPolicy, oracle: NetworkOracle) -> None:
+    def __init__(self, cluster: Cluster, policy: NetworkViewPolicy, oracle: NetworkOracle) -> None:
         self._policy, self._oracle, self._cluster = policy, oracle, cluster
         spec = policy.spec
         links = LinkModel.of(cluster).taken_for(spec.source_nic_factor, spec.target_nic_factor, spec.uplink_factor)
@@ -41,19 +41,21 @@ class TransferTracker:
 
     def policy(self, source: int, targets: IntArray, costs: NetworkCosts, at: float) -> DecodePolicy:
         """The policy with its view of the network at this time."""
-        return self._policy.informed(self.sight(source, targets, costs, at))
+        return self._policy.informed(self.network_view(source, targets, costs, at))
 
-    def sight(self, source: int, targets: IntArray, costs: NetworkCosts, at: float, starts_s: float = 0.0) -> Sight:
+    def network_view(
+        self, source: int, targets: IntArray, costs: NetworkCosts, at: float, starts_s: float = 0.0
+    ) -> NetworkView:
         """What the policy may use to predict a transfer that starts `starts_s` from now."""
         self.table.congested(at, self._others(costs.congestion))
-        return self.table.sight(at, source, targets, starts_s)
+        return self.table.network_view(at, source, targets, starts_s)
 
     def learned(self, at: float) -> tuple[TierLearned, ...]:
         """What own transfers have taught about each tier. Changes nothing."""
         congestion, seen = self._others(self._oracle.congestion(at)), self.table.learned.seen(at)
         factor = np.array([tier.factor for tier in seen])
-        alone = (pair and self.table.alone_bytes_per_s(*pair, congestion, factor) for pair in self._pairs)
-        return tuple(structs.replace(tier, bytes_per_s=speed) for tier, speed in zip(seen, alone, strict=True))
+        uncontended = (pair and self.table.uncontended_bytes_per_s(*pair, congestion, factor) for pair in self._pairs)
+        return tuple(structs.replace(tier, bytes_per_s=speed) for tier, speed in zip(seen, uncontended, strict=True))
 
     @cached_property
     def _pairs(self) -> list[tuple[int, int] | None]:

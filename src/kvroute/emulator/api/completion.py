@@ -21,9 +21,9 @@ from kvroute.emulator.engine.engine_request import EngineRequest, KvHandle
 from kvroute.emulator.engine.faults import Fault, Faults
 from kvroute.emulator.engine.sequence import EngineSequence
 from kvroute.emulator.errors import ApiError, EngineError
-from kvroute.emulator.generation.answer import Answer, answer_to
+from kvroute.emulator.generation.answer import GeneratedOutput, answer_to
 from kvroute.emulator.kv.kv_wire import PullRequest, pull, staged_key
-from kvroute.emulator.request_body import KeptBlocks, Kind, StorageParams, StoragePart
+from kvroute.emulator.request_body import KeptBlocksBody, Kind, StorageParams, StoragePart
 
 JSON = "application/json"
 TRACED_DIGITS_MOST = 12
@@ -86,7 +86,7 @@ async def complete(
     _check_length(ask, engine)
     if ask.leg == "decode" and faults.should_fail("recompute") is not None:
         ask = replace(ask, leg="whole", tickets=())
-    completion = Completion.of(ask, engine, fault, request.headers.get("X-Request-Id", ""))
+    completion = EmulatedCompletion.of(ask, engine, fault, request.headers.get("X-Request-Id", ""))
     try:
         if ask.leg == "prefill":
             return await completion.prefill_leg(origin)
@@ -119,18 +119,18 @@ async def fail(fault: Fault) -> None:
     raise EngineError("an injected failure", status=fault.status)
 
 
-def _kept(storage: StorageParams) -> KeptBlocks | None:
+def _kept(storage: StorageParams) -> KeptBlocksBody | None:
     """Return the part of staged blocks that the decode instance takes from the buffer of its node."""
     first = storage.first_block
     for part in storage.parts:
         if part.keep:
-            return KeptBlocks(first, part.blocks, part.id)
+            return KeptBlocksBody(first, part.blocks, part.id)
         first += part.blocks
     return None
 
 
 @dataclass(slots=True)
-class Completion:
+class EmulatedCompletion:
     """The sequences of one request, one per answer, and the responses built from them."""
 
     ask: EngineRequest
@@ -138,14 +138,14 @@ class Completion:
     heading: ResponseHeader
     fault: Fault | None
     notifier: Notifier = field(default_factory=Notifier)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[GeneratedOutput] = field(default_factory=list)
     jobs: list[EngineSequence] = field(default_factory=list)
     cached_tokens: int = 0
-    kept: KeptBlocks | None = None
+    kept: KeptBlocksBody | None = None
     """Staged blocks that the decode instance takes from the buffer of its node."""
 
     @classmethod
-    def of(cls, ask: EngineRequest, engine: Engine, fault: Fault | None, request_id: str) -> Completion:
+    def of(cls, ask: EngineRequest, engine: Engine, fault: Fault | None, request_id: str) -> EmulatedCompletion:
         """Create a completion. Its id is the client's plus a number, so that a retried request has a different id."""
         heading_id = f"{ID_PREFIX[ask.kind]}-{request_id or engine.instance.name}-{engine.next_number()}"
         completion = cls(ask, engine, ResponseHeader(ask.kind, heading_id, int(time.time()), ask.model), fault)
@@ -160,8 +160,8 @@ class Completion:
         ]
         watched = ask.stream or fault is not None
         completion.jobs = [
-            engine.arrive(each.prompt, each.tokens, streaming=watched, news=completion.notifier.ring)
-            for each in completion.answers
+            engine.arrive(answer.prompt, answer.tokens, streaming=watched, news=completion.notifier.ring)
+            for answer in completion.answers
         ]
         if traced := _TRACED.fullmatch(request_id):
             for sequence in completion.jobs:
@@ -380,7 +380,7 @@ class Completion:
             engine.storage.node.release(handle.kept.id)
         engine.transfer_done(sequence)
 
-    def _loaded_tokens(self, sequence: EngineSequence, kept: KeptBlocks | None) -> int:
+    def _loaded_tokens(self, sequence: EngineSequence, kept: KeptBlocksBody | None) -> int:
         """Return the number of tokens that are not cached here and are in the buffer of this node."""
         storage, size = self.engine.storage, self.engine.block_tokens
         if kept is None or storage is None or storage.node.complete_read(kept.id) is None:
@@ -411,8 +411,8 @@ class Completion:
         await response.prepare(request)
         writers, talks = self._writers(), self.ask.kind in _CONVERSATIONS
         try:
-            for each in writers:
-                if isinstance(each, ConversationWriter) and (opening := each.before()):
+            for writer in writers:
+                if isinstance(writer, ConversationWriter) and (opening := writer.before()):
                     await response.write(opening)
             await self._start()
             await self._send_pieces(response, writers)

@@ -11,7 +11,7 @@ import msgspec
 
 from kvroute.emulator.api.response import ResponseHeader, complete_call
 from kvroute.emulator.engine.engine_request import Details
-from kvroute.emulator.generation.answer import Answer
+from kvroute.emulator.generation.answer import GeneratedOutput
 from kvroute.emulator.generation.logprobs import chat_logprobs, output_logprobs
 
 _GIVEN: dict[str, Any] = {
@@ -41,7 +41,7 @@ _UNKNOWN = {"kv_transfer_params": None, "ec_transfer_params": None, "input_messa
 
 
 def whole(
-    heading: ResponseHeader, answer: Answer, details: Details, usage: dict[str, Any], **more: Any
+    heading: ResponseHeader, answer: GeneratedOutput, details: Details, usage: dict[str, Any], **more: Any
 ) -> dict[str, Any]:
     """Return a complete response.
 
@@ -87,7 +87,7 @@ def _response(heading: ResponseHeader, details: Details, status: str) -> dict[st
     return {**fields, **repeated, **_UNKNOWN, **end}
 
 
-def _item(heading: ResponseHeader, answer: Answer, details: Details, *, complete: bool) -> dict[str, Any]:
+def _item(heading: ResponseHeader, answer: GeneratedOutput, details: Details, *, complete: bool) -> dict[str, Any]:
     """Return the item of the output. `complete`: whether a call is one, as opposed to text."""
     if answer.call is not None and complete:
         call = {"type": "function_call", "call_id": answer.call.id, "name": answer.call.name}
@@ -99,7 +99,7 @@ def _item(heading: ResponseHeader, answer: Answer, details: Details, *, complete
     return {**item, "content": [part]}
 
 
-def _logprobs(answer: Answer, details: Details, first: int, last: int) -> list[dict[str, Any]]:
+def _logprobs(answer: GeneratedOutput, details: Details, first: int, last: int) -> list[dict[str, Any]]:
     """Return the log-probabilities of the output tokens from `first` to before `last`."""
     ids = list(islice(answer.ids(), first, last))
     found = output_logprobs(answer.prompt.seed, answer.choice, ids, details.logprobs or 0, first)
@@ -112,7 +112,7 @@ def _message(heading: ResponseHeader) -> dict[str, Any]:
     return {**fields, "content": [], "stop_reason": None, "stop_sequence": None}
 
 
-def _block(answer: Answer, *, complete: bool) -> dict[str, Any]:
+def _block(answer: GeneratedOutput, *, complete: bool) -> dict[str, Any]:
     """Return the content of a message."""
     if answer.call is None or not complete:
         return {"type": "text", "text": answer.text()}
@@ -123,13 +123,13 @@ def _block(answer: Answer, *, complete: bool) -> dict[str, Any]:
     return {"type": "tool_use", "id": answer.call.id, "name": answer.call.name, "input": arguments}
 
 
-def _stop_reason(answer: Answer) -> str:
+def _stop_reason(answer: GeneratedOutput) -> str:
     if isinstance(answer.stop_reason, str):
         return "stop_sequence"
     return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[answer.reason]
 
 
-def _stop_sequence(answer: Answer) -> str | None:
+def _stop_sequence(answer: GeneratedOutput) -> str | None:
     return answer.stop_reason if isinstance(answer.stop_reason, str) else None
 
 
@@ -138,7 +138,7 @@ class ConversationWriter:
     """One streamed response."""
 
     heading: ResponseHeader
-    answer: Answer
+    answer: GeneratedOutput
     details: Details
     sent: int = 0
     _number: int = 0

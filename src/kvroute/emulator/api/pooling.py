@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvroute.emulator.api.response import usage
 from kvroute.emulator.errors import ApiError
-from kvroute.emulator.prompt import Prompt, chat_prompt, completion_prompts
+from kvroute.emulator.prompt import EmulatedPrompt, chat_prompt, completion_prompts
 
 DIMENSIONS = 8
 """Numbers of an embedding of a request that sets no `dimensions`."""
@@ -128,13 +128,13 @@ def ranks(body: RerankBody, model: str, block_tokens: int, number: int) -> dict[
         }
         for index, (text, prompt) in enumerate(zip(given, documents, strict=True))
     ]
-    results.sort(key=lambda each: -each["relevance_score"])
+    results.sort(key=lambda result: -result["relevance_score"])
     tokens = _tokens([query] * len(documents) + documents)
     counts = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"id": f"score-{number}", "model": model, "usage": counts, "results": results[: body.top_n or None]}
 
 
-def _prompts(body: PoolingBody, block_tokens: int) -> list[Prompt]:
+def _prompts(body: PoolingBody, block_tokens: int) -> list[EmulatedPrompt]:
     if bytes(body.messages) != b"null":
         return [chat_prompt(body.messages, block_tokens)]
     return completion_prompts(body.input, block_tokens)
@@ -144,10 +144,10 @@ def _first_of(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _texts(value: Any, name: str, block_tokens: int) -> list[Prompt]:
+def _texts(value: Any, name: str, block_tokens: int) -> list[EmulatedPrompt]:
     """Return the prompts of one text or of several. A text may also be an object with `content` parts."""
     texts = value if isinstance(value, list) else [value]
-    if not texts or any(not isinstance(each, str | dict) for each in texts):
+    if not texts or any(not isinstance(text, str | dict) for text in texts):
         raise ApiError(f"{name} is missing or no text; give a string or a list of strings", param=name)
     return [completion_prompts(msgspec.Raw(msgspec.json.encode(_text(text))), block_tokens)[0] for text in texts]
 
@@ -156,7 +156,7 @@ def _text(value: str | dict[str, Any]) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def _vector(prompt: Prompt, dimensions: int) -> Vector:
+def _vector(prompt: EmulatedPrompt, dimensions: int) -> Vector:
     """Return numbers [dimensions] of norm 1 that follow from a prompt."""
     drawn = np.random.Generator(np.random.PCG64(prompt.seed)).standard_normal(dimensions)
     return (drawn / np.linalg.norm(drawn)).astype(np.float32)
@@ -173,7 +173,7 @@ def _encoded(vector: Vector, body: PoolingBody) -> Any:
     raise ApiError(what, param="encoding_format")
 
 
-def _score(one: Prompt, other: Prompt) -> float:
+def _score(one: EmulatedPrompt, other: EmulatedPrompt) -> float:
     """Return the relevance of a text to another, in (0, 1): equal texts have the highest."""
     return _share(4 * float(_vector(one, DIMENSIONS) @ _vector(other, DIMENSIONS)))
 
@@ -182,10 +182,10 @@ def _share(value: float) -> float:
     return float(1 / (1 + np.exp(-value)))
 
 
-def _tokens(prompts: Sequence[Prompt]) -> int:
+def _tokens(prompts: Sequence[EmulatedPrompt]) -> int:
     return sum(len(prompt.tokens) for prompt in prompts)
 
 
-def _listed(name: str, model: str, data: list[dict[str, Any]], prompts: Sequence[Prompt]) -> dict[str, Any]:
+def _listed(name: str, model: str, data: list[dict[str, Any]], prompts: Sequence[EmulatedPrompt]) -> dict[str, Any]:
     document = {"id": name, "object": "list", "created": int(time.time()), "model": model, "data": data}
     return {**document, "usage": usage(_tokens(prompts), 0, 0)}

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kvroute.emulator.engine.engine_request import Details
-from kvroute.emulator.generation.answer import Answer
+from kvroute.emulator.generation.answer import GeneratedOutput
 from kvroute.emulator.generation.logprobs import (
     TokenLogprob,
     chat_logprobs,
@@ -59,7 +59,7 @@ def usage(input_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str
     }
 
 
-def choice(kind: Kind, index: int, answer: Answer, details: Details) -> dict[str, Any]:
+def choice(kind: Kind, index: int, answer: GeneratedOutput, details: Details) -> dict[str, Any]:
     """Return one complete choice of a response."""
     end: dict[str, Any] = {"finish_reason": finish_reason(answer), "stop_reason": answer.stop_reason}
     end["token_ids"] = list(answer.ids()) if details.token_ids else None
@@ -78,30 +78,30 @@ def choice(kind: Kind, index: int, answer: Answer, details: Details) -> dict[str
     return found
 
 
-def finish_reason(answer: Answer) -> str:
+def finish_reason(answer: GeneratedOutput) -> str:
     """Return why an answer ended. As in vLLM, the call of a tool that the request names ends with `stop`."""
     return "stop" if answer.reason == "tool_calls" and answer.call and answer.call.named else answer.reason
 
 
-def prompt_text(answer: Answer) -> str:
+def prompt_text(answer: GeneratedOutput) -> str:
     """Return the text of the prompt."""
     return b"".join([token_bytes(token) for token in answer.prompt.tokens.tolist()]).decode("utf-8", "replace")
 
 
-def of_prompt(answer: Answer, details: Details) -> list[dict[str, Any] | None] | None:
+def of_prompt(answer: GeneratedOutput, details: Details) -> list[dict[str, Any] | None] | None:
     """Return the log-probabilities of the prompt; None: they are not wanted."""
     if details.prompt_logprobs is None:
         return None
     return vllm_prompt_logprobs(prompt_logprobs(answer.prompt.tokens.tolist(), details.prompt_logprobs))
 
 
-def complete_call(answer: Answer) -> bool:
+def complete_call(answer: GeneratedOutput) -> bool:
     """Return whether a whole response has the call. As in vLLM, arguments that the limit cuts off are no call, unless
     the request names the tool."""
     return answer.call is not None and (answer.call.named or answer.reason != "length")
 
 
-def _message(answer: Answer, details: Details) -> dict[str, Any]:
+def _message(answer: GeneratedOutput, details: Details) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": details.last_message + answer.text()}
     message |= {"refusal": None, "annotations": None, "audio": None, "function_call": None}
     if answer.call is not None and complete_call(answer):
@@ -110,11 +110,11 @@ def _message(answer: Answer, details: Details) -> dict[str, Any]:
     return message | {"reasoning": None}
 
 
-def _logprobs(answer: Answer, top: int, first: int = 0) -> Iterator[TokenLogprob]:
+def _logprobs(answer: GeneratedOutput, top: int, first: int = 0) -> Iterator[TokenLogprob]:
     return output_logprobs(answer.prompt.seed, answer.choice, list(islice(answer.ids(), first, None)), top, first)
 
 
-def _completion_logprobs(answer: Answer, details: Details) -> dict[str, Any]:
+def _completion_logprobs(answer: GeneratedOutput, details: Details) -> dict[str, Any]:
     top = details.logprobs or 0
     tokens: list[int] = []
     logprobs: list[TokenLogprob | None] = []
@@ -133,7 +133,7 @@ class StreamWriter:
 
     heading: ResponseHeader
     index: int
-    answer: Answer
+    answer: GeneratedOutput
     details: Details
     sent: int = 0
     _tokens: int = field(init=False)

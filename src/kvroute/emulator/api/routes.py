@@ -22,13 +22,13 @@ from kvroute.emulator.api.pooling import (
 )
 from kvroute.emulator.api.server import InstanceServer
 from kvroute.emulator.engine.adapters import adapter_lines
-from kvroute.emulator.engine.counters import Load, RankMetrics, metrics_page, storage_lines
+from kvroute.emulator.engine.counters import EngineGauges, RankMetrics, metrics_page, storage_lines
 from kvroute.emulator.engine.engine_request import EngineRequest, read_engine_request, served_model
 from kvroute.emulator.engine.faults import Fault
 from kvroute.emulator.errors import ApiError, EngineError
 from kvroute.emulator.generation.words import token_bytes, token_text
 from kvroute.emulator.kv.kv_events import AllBlocksCleared
-from kvroute.emulator.kv.storage import BufferedRead
+from kvroute.emulator.kv.storage import EmulatedBufferRead
 from kvroute.emulator.kv.storage_tier import StorageTier
 from kvroute.emulator.prompt import chat_prompt, completion_prompts
 from kvroute.emulator.request_body import Kind
@@ -70,7 +70,7 @@ class WanOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the capacity that remains; 0 cuts the path, 1 restores it."""
 
 
-class ReadOrder(msgspec.Struct, frozen=True):
+class EmulatedReadOrder(msgspec.Struct, frozen=True):
     """The body of POST /v1/kv/reads: consecutive blocks of one prompt."""
 
     id: Annotated[str, msgspec.Meta(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.:-]+$")]
@@ -181,7 +181,7 @@ async def _metrics(server: InstanceServer, _: web.BaseRequest) -> web.StreamResp
 def _rank_metrics(server: InstanceServer, started_s: float) -> RankMetrics:
     """Args: `started_s`: start of the process."""
     engine = server.engine
-    load = Load(
+    load = EngineGauges(
         running=engine.running,
         waiting=engine.waiting,
         kv_used_share=engine.kv_used_share,
@@ -292,7 +292,7 @@ async def _wan(server: InstanceServer, request: web.BaseRequest) -> web.StreamRe
 
 async def _read_blocks(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
     """Read blocks from the store into the buffer of the instance's node."""
-    tier, order = _storage_of(server), await _read(request, ReadOrder)
+    tier, order = _storage_of(server), await _read(request, EmulatedReadOrder)
     try:
         keys = [bytes.fromhex(key) for key in order.keys]
     except ValueError:
@@ -309,7 +309,7 @@ async def _wait_for_blocks(server: InstanceServer, request: web.BaseRequest) -> 
     return _staged(server, await node.complete(node.find(read_id)))
 
 
-def _staged(server: InstanceServer, read: BufferedRead) -> web.Response:
+def _staged(server: InstanceServer, read: EmulatedBufferRead) -> web.Response:
     host, port = server.origin.host, server.origin.kv_port
     found = {"id": read.id, "blocks": read.blocks, "bytes": read.kv_bytes, "seconds": read.in_service_s}
     return _json({**found, "waited_s": read.waited_s, "data": host_port(host, port)})

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kvroute.emulator.clock import Alarm, Clock
 from kvroute.emulator.engine.sequence import EngineSequence
 from kvroute.sim.chunked_prompts import ChunkedPrompts, WaitingPrompt
-from kvroute.sim.instances import DecodeInstance, Step
+from kvroute.sim.instances import DecodeInstance, DecodeStep
 from kvroute.timing import IterationTime
 from kvroute.types import DecodeSpec
 
@@ -26,7 +26,7 @@ class Batch:
     """Prompts that are computed in chunks beside the batch."""
     batch_max: int
     clock: Clock
-    on_step: Callable[[Step, list[EngineSequence]], None]
+    on_step: Callable[[DecodeStep, list[EngineSequence]], None]
     """Called at a boundary at which sequences join or leave, with the sequences that joined."""
     on_computed: Callable[[EngineSequence, float], None]
     """Called when the prompt of a sequence has been computed here, with the time."""
@@ -184,7 +184,7 @@ class Batch:
             self._plan(self._decode.leave(at, number))
         self.on_step(step, joined)
 
-    def _computed(self, step: Step, at: float) -> list[int]:
+    def _computed(self, step: DecodeStep, at: float) -> list[int]:
         """Let the sequences whose prompt is complete decode, with their first token; return those that are gone."""
         gone = []
         for number in step.computed:

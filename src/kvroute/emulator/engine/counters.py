@@ -14,7 +14,7 @@ REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.
 
 
 @dataclass(slots=True)
-class Histogram:
+class DurationHistogram:
     """Prometheus histogram of durations in seconds, by upper bound."""
 
     bounds_s: tuple[float, ...]
@@ -48,7 +48,7 @@ class Pulled:
 
 
 @dataclass(slots=True)
-class Sent:
+class SentKv:
     """KV sent to one target: modelled bytes, and the total time that its connections were busy with it, in seconds."""
 
     nbytes: float = 0.0
@@ -56,7 +56,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class TargetConnections:
     """Connections to one target at one moment that have more to send than the network accepts."""
 
     connections: int
@@ -64,9 +64,9 @@ class Link:
     queue_bytes: float
     bytes_per_s: float
 
-    def beside(self, other: Link) -> Link:
+    def beside(self, other: TargetConnections) -> TargetConnections:
         """Return the combination of two links to the same target."""
-        return Link(
+        return TargetConnections(
             self.connections + other.connections,
             max(self.latency_s, other.latency_s),
             self.queue_bytes + other.queue_bytes,
@@ -75,7 +75,7 @@ class Link:
 
 
 @dataclass(slots=True)
-class Counters:
+class EngineCounters:
     """Counters since the engine's start."""
 
     queries: int = 0
@@ -86,16 +86,16 @@ class Counters:
     finished: int = 0
     kv_expired: int = 0
     kv_failed: int = 0
-    ttft_s: Histogram = field(default_factory=lambda: Histogram(TTFT_S))
-    token_s: Histogram = field(default_factory=lambda: Histogram(TOKEN_S))
-    queue_s: Histogram = field(default_factory=lambda: Histogram(REQUEST_S))
-    prefill_s: Histogram = field(default_factory=lambda: Histogram(REQUEST_S))
-    request_s: Histogram = field(default_factory=lambda: Histogram(REQUEST_S))
+    ttft_s: DurationHistogram = field(default_factory=lambda: DurationHistogram(TTFT_S))
+    token_s: DurationHistogram = field(default_factory=lambda: DurationHistogram(TOKEN_S))
+    queue_s: DurationHistogram = field(default_factory=lambda: DurationHistogram(REQUEST_S))
+    prefill_s: DurationHistogram = field(default_factory=lambda: DurationHistogram(REQUEST_S))
+    request_s: DurationHistogram = field(default_factory=lambda: DurationHistogram(REQUEST_S))
     pulled: dict[str, Pulled] = field(default_factory=dict)
     """Fetched KV, by name of the source."""
     early: dict[str, Pulled] = field(default_factory=dict)
     """Same for KV that was requested before it was computed. Its seconds include the wait for the prefill."""
-    sent: dict[str, Sent] = field(default_factory=dict)
+    sent: dict[str, SentKv] = field(default_factory=dict)
     """Sent KV, by name of the target."""
 
     def looked_up(self, tokens: int, hit_tokens: int) -> None:
@@ -123,13 +123,13 @@ class Counters:
 
     def sends(self, target: str, nbytes: float, busy_s: float) -> None:
         """Record bytes sent to `target` over a connection that was busy with them for `busy_s` seconds."""
-        sent = self.sent.setdefault(target, Sent())
+        sent = self.sent.setdefault(target, SentKv())
         sent.nbytes += max(nbytes, 0.0)
         sent.busy_s += busy_s
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineGauges:
     """An engine's gauges at one moment."""
 
     running: int
@@ -146,9 +146,9 @@ class RankMetrics:
     """What one data-parallel rank of a server shows on the page."""
 
     rank: int
-    load: Load
-    counters: Counters
-    links: Mapping[str, Link]
+    load: EngineGauges
+    counters: EngineCounters
+    links: Mapping[str, TargetConnections]
     """Transfers in progress at time `now`, by target."""
     now: float
 
@@ -156,9 +156,9 @@ class RankMetrics:
 def metrics_page(model: str, ranks: Sequence[RankMetrics]) -> bytes:
     """Return the page that Prometheus scrapes, with a label `engine` for the rank."""
     families: dict[str, dict[str, None]] = {}
-    for each in ranks:
+    for rank in ranks:
         family: dict[str, None] = {}
-        for line in _rank_lines(model, each, sum(other.load.capacity_blocks for other in ranks)):
+        for line in _rank_lines(model, rank, sum(other.load.capacity_blocks for other in ranks)):
             if line.startswith("# TYPE"):
                 family = families.setdefault(line, {})
             else:
@@ -215,7 +215,7 @@ def storage_lines(model: str, node: StorageNode) -> bytes:
     return ("\n".join(lines) + "\n").encode()
 
 
-def _counter_lines(labels: str, counters: Counters) -> list[str]:
+def _counter_lines(labels: str, counters: EngineCounters) -> list[str]:
     totals = {
         "vllm:prefix_cache_queries": counters.queries,
         "vllm:prefix_cache_hits": counters.hits,
@@ -235,7 +235,7 @@ def _counter_lines(labels: str, counters: Counters) -> list[str]:
     ]
 
 
-def _pulled_lines(counters: Counters, engine: str) -> list[str]:
+def _pulled_lines(counters: EngineCounters, engine: str) -> list[str]:
     lines = []
     for name, attribute in (("bytes", "kv_bytes"), ("seconds", "seconds"), ("", "transfers")):
         full = f"kvroute:kv_transfer_{name}" if name else "kvroute:kv_transfers"
@@ -259,7 +259,7 @@ def _sent_lines(each: RankMetrics, engine: str) -> list[str]:
     There are no retransmissions here. A full link of the path adds a queueing delay of one round trip, so the
     round-trip time doubles.
     """
-    rest = Link(0, 0.0, 0.0, 0.0)
+    rest = TargetConnections(0, 0.0, 0.0, 0.0)
     rows = [(target, sent, each.links.get(target, rest)) for target, sent in each.counters.sent.items()]
     families: dict[str, list[float]] = {
         "kv_sent_bytes_total": [sent.nbytes for _, sent, _ in rows],

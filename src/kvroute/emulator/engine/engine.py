@@ -18,19 +18,19 @@ from typing import TypeAlias
 from kvroute.emulator.clock import Alarm, Clock
 from kvroute.emulator.engine.adapters import LoraSlots
 from kvroute.emulator.engine.batch import Batch
-from kvroute.emulator.engine.counters import Counters
+from kvroute.emulator.engine.counters import EngineCounters
 from kvroute.emulator.engine.prefix_import import PrefixImport
 from kvroute.emulator.engine.sequence import EngineSequence, KvListener
 from kvroute.emulator.kv.storage_tier import StorageTier
-from kvroute.emulator.prompt import Prompt
+from kvroute.emulator.prompt import EmulatedPrompt
 from kvroute.llm import Model
 from kvroute.prefix import Evicted, PrefixIndex
 from kvroute.sim.chunked_prompts import ChunkedPrompts
-from kvroute.sim.instances import KvMemory, PrefillInstance, Step
+from kvroute.sim.instances import DecodeStep, KvMemory, PrefillInstance
 from kvroute.timing import PrefillTime, prefill_time, step_base_s
 from kvroute.types import Instance, TimingSpec
 
-OnKv: TypeAlias = Callable[[Prompt | None, int, int, list[Evicted]], None]
+OnKv: TypeAlias = Callable[[EmulatedPrompt | None, int, int, list[Evicted]], None]
 """Called when the cache changes: (prompt, its blocks cached before, its blocks cached now, evicted blocks)."""
 
 
@@ -54,7 +54,7 @@ class _Slower:
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldKv:
     """KV that is held until a decode leg fetches it."""
 
     job: EngineSequence
@@ -76,8 +76,8 @@ class Engine:
     """Time without progress after which an incoming transfer is aborted, in seconds."""
     aliases: tuple[str, ...] = ()
     """Additional names of the model, like those of vLLM's `--served-model-name`."""
-    counters: Counters = field(default_factory=Counters)
-    held: dict[str, Held] = field(default_factory=dict)
+    counters: EngineCounters = field(default_factory=EngineCounters)
+    held: dict[str, HeldKv] = field(default_factory=dict)
     kv_listener: KvListener | None = None
     adapters: LoraSlots = field(default_factory=LoraSlots)
     storage: StorageTier | None = None
@@ -170,19 +170,24 @@ class Engine:
         return self._numbers
 
     def arrive(
-        self, prompt: Prompt, output_tokens: int, *, streaming: bool = False, news: Callable[[], None] = _nothing
+        self,
+        prompt: EmulatedPrompt,
+        output_tokens: int,
+        *,
+        streaming: bool = False,
+        news: Callable[[], None] = _nothing,
     ) -> EngineSequence:
         """Create a sequence at stage `new`."""
         return EngineSequence(self.next_number(), prompt, output_tokens, self.clock.now(), streaming, news)
 
-    def import_prefix(self, prompt: Prompt, tokens: int) -> PrefixImport:
+    def import_prefix(self, prompt: EmulatedPrompt, tokens: int) -> PrefixImport:
         """Reserve memory for the first whole blocks of a prompt, up to `tokens` tokens, which another instance has."""
         blocks = prompt.blocks[: tokens // self.block_tokens]
         prefix_import = PrefixImport(prompt, blocks, self._memory, self._changed, self._taken_in)
         self._intakes += prefix_import.lacking > 0
         return prefix_import
 
-    def _changed(self, prompt: Prompt | None, before: int, now: int, evicted: list[Evicted]) -> None:
+    def _changed(self, prompt: EmulatedPrompt | None, before: int, now: int, evicted: list[Evicted]) -> None:
         if not self._closed:
             self.on_kv(prompt, before, now, evicted)
 
@@ -191,7 +196,7 @@ class Engine:
         if not self._closed:
             self._grant()
 
-    def cached_tokens(self, prompt: Prompt) -> int:
+    def cached_tokens(self, prompt: EmulatedPrompt) -> int:
         """Return the number of prompt tokens that are cached."""
         return self._memory.index.match_one(0, prompt.blocks) * self.block_tokens
 
@@ -247,7 +252,7 @@ class Engine:
         if job.stage == "computing":
             job.set_stage("prefilled")
 
-    def _store(self, prompt: Prompt) -> None:
+    def _store(self, prompt: EmulatedPrompt) -> None:
         index = self._memory.index
         before = index.match_one(0, prompt.blocks)
         evicted = index.store(0, prompt.blocks)
@@ -267,7 +272,7 @@ class Engine:
             return False
         self.release(key)  # the same KV, requested a second time
         job.pinned_blocks = self._memory.index.pin(0, job.prompt.blocks, len(job.prompt.blocks))
-        self.held[key] = Held(job)
+        self.held[key] = HeldKv(job)
         job.set_stage("held")
         self.keep(key)
         if self.kv_listener is not None:
@@ -385,7 +390,7 @@ class Engine:
         if job.name and self.kv_listener is not None:
             self.kv_listener.given_up(job.name)
 
-    def _stepped(self, step: Step, joined: list[EngineSequence]) -> None:
+    def _stepped(self, step: DecodeStep, joined: list[EngineSequence]) -> None:
         for job in joined:
             if not job.emitted:
                 self.counters.ttft_s.add(step.first_token_s - job.arrived_s)

@@ -11,8 +11,8 @@ import msgspec
 from kvroute.emulator.errors import ApiError
 from kvroute.emulator.generation.answer import Sampling
 from kvroute.emulator.generation.constraint import read_constraint
-from kvroute.emulator.prompt import Prompt, chat_prompt, checked_salt, completion_prompts, response_prompt
-from kvroute.emulator.request_body import Body, KeptBlocks, Kind, KvParams, StorageParams
+from kvroute.emulator.prompt import EmulatedPrompt, chat_prompt, checked_salt, completion_prompts, response_prompt
+from kvroute.emulator.request_body import Body, KeptBlocksBody, Kind, KvParams, StorageParams
 from kvroute.emulator.transcription import Audio
 from kvroute.types import Role
 
@@ -69,7 +69,7 @@ class KvHandle:
     """Number of tokens whose KV the source has; None if not given."""
     prefill_cached_tokens: int | None = None
     """Prompt tokens that the prefill instance had cached before it computed the rest; None if not given."""
-    kept: KeptBlocks | None = None
+    kept: KeptBlocksBody | None = None
     """What the own node has read from the store."""
 
 
@@ -81,7 +81,7 @@ class EngineRequest:
     model: str
     """Model name that the client used."""
     leg: Leg
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[EmulatedPrompt, ...]
     n: int
     sampling: Sampling
     stream: bool
@@ -229,7 +229,7 @@ def _last_message(body: Body) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _prompts(kind: Kind, body: Body, block_tokens: int, salt: str) -> list[Prompt]:
+def _prompts(kind: Kind, body: Body, block_tokens: int, salt: str) -> list[EmulatedPrompt]:
     match kind:
         case "completions" | "transcriptions":
             return completion_prompts(body.prompt, block_tokens, salt)

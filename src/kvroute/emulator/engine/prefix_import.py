@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvroute.emulator.prompt import Prompt
+from kvroute.emulator.prompt import EmulatedPrompt
 from kvroute.prefix import Evicted
 from kvroute.sim.instances import KvMemory
 
@@ -17,10 +17,10 @@ from kvroute.sim.instances import KvMemory
 class PrefixImport:
     """Import of the first `blocks` of a prompt. The first call of `transfer_done` or `give_up` ends it."""
 
-    prompt: Prompt
+    prompt: EmulatedPrompt
     blocks: tuple[int, ...]
     memory: KvMemory
-    on_change: Callable[[Prompt | None, int, int, list[Evicted]], None]
+    on_change: Callable[[EmulatedPrompt | None, int, int, list[Evicted]], None]
     """Takes the same arguments as the engine's `on_kv`."""
     on_end: Callable[[], None]
     """Called when the reserved memory is free again."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-from kvroute.emulator.prompt import Prompt
+from kvroute.emulator.prompt import EmulatedPrompt
 
 Stage: TypeAlias = Literal[
     "new",
@@ -35,7 +35,7 @@ class EngineSequence:
     """One output sequence. `on_change` is called after every change of `stage` or `emitted`."""
 
     number: int
-    prompt: Prompt
+    prompt: EmulatedPrompt
     output_tokens: int
     arrived_s: float
     streaming: bool = False

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from kvroute.emulator.generation.constraint import Constraint
 from kvroute.emulator.generation.words import Draws, generated_ids, generated_tokens, pieces
-from kvroute.emulator.prompt import Prompt
+from kvroute.emulator.prompt import EmulatedPrompt
 
 Reason: TypeAlias = Literal["stop", "length", "tool_calls"]
 SHORTEST_TOKENS, LONGEST_TOKENS = 32, 96
@@ -43,10 +43,10 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GeneratedOutput:
     """Output of one choice."""
 
-    prompt: Prompt
+    prompt: EmulatedPrompt
     choice: int
     tokens: int
     reason: Reason
@@ -73,13 +73,13 @@ class Answer:
         return b"".join(self.texts()).decode()
 
 
-def natural_tokens(prompt: Prompt, choice: int) -> int:
+def natural_tokens(prompt: EmulatedPrompt, choice: int) -> int:
     """Return the number of tokens that are left until free text ends by itself, at least 1."""
     whole = SHORTEST_TOKENS + Draws.of(prompt.seed, choice).below(LONGEST_TOKENS - SHORTEST_TOKENS + 1)
     return max(whole - prompt.generated, 1)
 
 
-def answer_to(prompt: Prompt, choice: int, sampling: Sampling, room: Callable[[int], int]) -> Answer:
+def answer_to(prompt: EmulatedPrompt, choice: int, sampling: Sampling, room: Callable[[int], int]) -> GeneratedOutput:
     """Return answer `choice` to a prompt. `room` returns how many of a number of output tokens fit.
 
     Raises:
@@ -89,19 +89,19 @@ def answer_to(prompt: Prompt, choice: int, sampling: Sampling, room: Callable[[i
         return _constrained(prompt, choice, sampling, sampling.constraint, room)
     limit = sampling.limit
     if sampling.ignore_eos:
-        answer = Answer(prompt, choice, room(1 << 31) if limit is None else limit, "length")
+        answer = GeneratedOutput(prompt, choice, room(1 << 31) if limit is None else limit, "length")
     else:
         wanted = max(natural_tokens(prompt, choice), sampling.min_tokens)
         limit = room(wanted) if limit is None else limit
-        answer = Answer(prompt, choice, min(wanted, limit), "stop" if wanted <= limit else "length")
+        answer = GeneratedOutput(prompt, choice, min(wanted, limit), "stop" if wanted <= limit else "length")
     if sampling.stop or sampling.stop_token_ids:
         return _stopped(answer, zip(answer.texts(), answer.ids(), strict=True), sampling)
     return answer
 
 
 def _constrained(
-    prompt: Prompt, choice: int, sampling: Sampling, constraint: Constraint, room: Callable[[int], int]
-) -> Answer:
+    prompt: EmulatedPrompt, choice: int, sampling: Sampling, constraint: Constraint, room: Callable[[int], int]
+) -> GeneratedOutput:
     draws, tool = Draws.of(prompt.seed, choice), constraint.tool
     script = pieces(constraint.text(draws).encode())
     call: ToolCall | None = None
@@ -113,13 +113,13 @@ def _constrained(
     kept = tuple(script[:limit]) or ((b"", pieces(b"\n")[0][1]),)
     complete: Reason = "stop" if call is None else "tool_calls"
     reason = complete if len(script) <= limit else "length"
-    answer = Answer(prompt, choice, len(kept), reason, call=call, script=kept)
+    answer = GeneratedOutput(prompt, choice, len(kept), reason, call=call, script=kept)
     if call is None and (sampling.stop or sampling.stop_token_ids):
         return _stopped(answer, kept, sampling)
     return answer
 
 
-def _stopped(answer: Answer, tokens: Iterable[tuple[bytes, int]], sampling: Sampling) -> Answer:
+def _stopped(answer: GeneratedOutput, tokens: Iterable[tuple[bytes, int]], sampling: Sampling) -> GeneratedOutput:
     """Return the answer up to its first stop string or token."""
     kept, text, checked = list[tuple[bytes, int]](), "", 0
     longest = max(map(len, sampling.stop), default=0)
@@ -133,7 +133,7 @@ def _stopped(answer: Answer, tokens: Iterable[tuple[bytes, int]], sampling: Samp
             shown = text if sampling.include_stop else text[: len(text) - len(piece.decode())]
             return _ended(answer, kept, shown, token)
         places = [(text.find(stop, max(checked - longest + 1, 0)), stop) for stop in sampling.stop]
-        found = min((each for each in places if each[0] >= 0), default=None)
+        found = min((place for place in places if place[0] >= 0), default=None)
         if found is not None:
             at, stop = found
             return _ended(answer, kept, text[: at + len(stop) * sampling.include_stop], stop)
@@ -141,11 +141,13 @@ def _stopped(answer: Answer, tokens: Iterable[tuple[bytes, int]], sampling: Samp
     return answer
 
 
-def _ended(answer: Answer, kept: list[tuple[bytes, int]], shown: str, stop_reason: str | int) -> Answer:
+def _ended(
+    answer: GeneratedOutput, kept: list[tuple[bytes, int]], shown: str, stop_reason: str | int
+) -> GeneratedOutput:
     """Return the answer with these tokens and only the beginning of their text."""
     left, script = len(shown), list[tuple[bytes, int]]()
     for piece, token in kept:
         part = piece.decode()[:left]
         left -= len(part)
         script.append((part.encode(), token))
-    return Answer(answer.prompt, answer.choice, len(script), "stop", stop_reason, answer.call, tuple(script))
+    return GeneratedOutput(answer.prompt, answer.choice, len(script), "stop", stop_reason, answer.call, tuple(script))

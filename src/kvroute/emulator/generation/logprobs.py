@@ -69,7 +69,8 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob], *, as_ids: bool = False) -> 
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
     content = [
-        entry(each.token, each.logprob) | {"top_logprobs": [entry(*likely) for likely in each.top]} for each in logprobs
+        entry(logprob.token, logprob.logprob) | {"top_logprobs": [entry(*likely) for likely in logprob.top]}
+        for logprob in logprobs
     ]
     return {"content": content}
 
@@ -79,18 +80,18 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """Return `logprobs` of a completion. `offset`: number of characters before its first token."""
     texts, offsets, tops = [_shown(token, as_ids) for token in tokens], list[int](), list[dict[str, float] | None]()
-    for text, each in zip(texts, logprobs, strict=True):
+    for text, logprob in zip(texts, logprobs, strict=True):
         offsets.append(offset)
         offset += len(text)
-        top = None if each is None else dict([(each.token, each.logprob), *each.top])
+        top = None if logprob is None else dict([(logprob.token, logprob.logprob), *logprob.top])
         tops.append(None if top is None else {_shown(token, as_ids): value for token, value in top.items()})
-    values = [None if each is None else each.logprob for each in logprobs]
+    values = [None if logprob is None else logprob.logprob for logprob in logprobs]
     return {"text_offset": offsets, "token_logprobs": values, "tokens": texts, "top_logprobs": tops}
 
 
 def vllm_prompt_logprobs(logprobs: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:
     """Return `prompt_logprobs`, by token id."""
-    return [None if each is None else _by_id(each) for each in logprobs]
+    return [None if logprob is None else _by_id(logprob) for logprob in logprobs]
 
 
 def _by_id(each: TokenLogprob) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class _Writer:
             case "LITERAL":
                 return self._one([chr(value)])
             case "NOT_LITERAL":
-                return self._one([each for each in _PRINTABLE if ord(each) != value])
+                return self._one([character for character in _PRINTABLE if ord(character) != value])
             case "ANY":
                 return self._one(_LETTERS)
             case "IN":
@@ -110,7 +110,7 @@ def _class(members: Sequence[tuple[Any, Any]]) -> list[str]:
                 first, last = value
                 found += [chr(code) for code in range(first, min(last, first + len(_PRINTABLE)) + 1)]
             case "CATEGORY":
-                found += [each for each in _PRINTABLE if re.match(_CATEGORIES[str(value)], each)]
+                found += [character for character in _PRINTABLE if re.match(_CATEGORIES[str(value)], character)]
     if negated:
-        return [each for each in _PRINTABLE if each not in found]
+        return [character for character in _PRINTABLE if character not in found]
     return found

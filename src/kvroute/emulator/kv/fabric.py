@@ -36,7 +36,7 @@ class Carrier(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class EmulatedTransfer:
     """One KV cache in transfer, split into `flows` of equal size."""
 
     carrier: Carrier
@@ -52,7 +52,7 @@ class Transfer:
     arrival: Alarm | None = None
 
 
-class Fabric:
+class EmulatedFabric:
     """Transfers in flight over shared links, in this process.
 
     Real bytes are modelled bytes times `kv_scale`. Rates are scaled in the same way, so durations are not scaled.
@@ -75,8 +75,8 @@ class Fabric:
         }
         self._network = FlowNetwork(self._capacity)
         self._warm_up()
-        self._owner: dict[int, Transfer] = {}
-        self._transfers: dict[Transfer, None] = {}
+        self._owner: dict[int, EmulatedTransfer] = {}
+        self._transfers: dict[EmulatedTransfer, None] = {}
         self._next_flow = 1
         self._alarm: Alarm | None = None
 
@@ -123,7 +123,7 @@ class Fabric:
         request: int | None = None,
         *,
         produced_bytes_per_s: float = math.inf,
-    ) -> Transfer:
+    ) -> EmulatedTransfer:
         """Start a transfer of `kv_bytes` modelled bytes between two instances of the cluster (indices) now.
 
         Args:
@@ -137,7 +137,7 @@ class Fabric:
         flows = len(paths)
         wire_bytes = round(kv_bytes * self._kv_scale)
         latency_s = self._cluster.latency_s(source, target)
-        transfer = Transfer(carrier, kv_bytes / flows, latency_s, wire_bytes, produced_bytes_per_s)
+        transfer = EmulatedTransfer(carrier, kv_bytes / flows, latency_s, wire_bytes, produced_bytes_per_s)
         numbers = range(self._next_flow, self._next_flow + flows)
         self._next_flow += flows
         self._advance()
@@ -149,7 +149,7 @@ class Fabric:
         self._set_alarm()
         return transfer
 
-    def release(self, transfer: Transfer) -> None:
+    def release(self, transfer: EmulatedTransfer) -> None:
         """Remove the rate limit of a transfer, because its KV cache is complete."""
         transfer.produced_bytes_per_s = math.inf
         self._advance()
@@ -163,15 +163,15 @@ class Fabric:
         self._set_alarm()
         return self._network.now
 
-    def progress(self, transfer: Transfer) -> tuple[float, float]:
+    def progress(self, transfer: EmulatedTransfer) -> tuple[float, float]:
         """Return the modelled bytes sent by the last `sync`, and the current rate in bytes per second."""
         rate = sum(map(self._network.rate, transfer.flows))
         return self._sent_bytes(transfer), rate
 
-    def _sent_bytes(self, transfer: Transfer) -> float:
+    def _sent_bytes(self, transfer: EmulatedTransfer) -> float:
         return transfer.ended_flows * transfer.flow_bytes + sum(map(self._network.sent_bytes, transfer.flows))
 
-    def cancel(self, transfer: Transfer) -> None:
+    def cancel(self, transfer: EmulatedTransfer) -> None:
         """Cancel the rest of a transfer. No effect if it has ended."""
         if transfer.arrival is not None:
             transfer.arrival.cancel()
@@ -213,7 +213,7 @@ class Fabric:
             self._carry(transfer)
         self._set_alarm()
 
-    def _carry(self, transfer: Transfer) -> None:
+    def _carry(self, transfer: EmulatedTransfer) -> None:
         due = min(int(self._sent_bytes(transfer) * self._kv_scale), transfer.wire_bytes)
         if due > transfer.carried_bytes:
             more, transfer.carried_bytes = due - transfer.carried_bytes, due
@@ -225,6 +225,6 @@ class Fabric:
             self._alarm.cancel()
 
 
-def _arrive(transfer: Transfer) -> None:
+def _arrive(transfer: EmulatedTransfer) -> None:
     more, transfer.carried_bytes = transfer.wire_bytes - transfer.carried_bytes, transfer.wire_bytes
     transfer.carrier.carry(more, True)

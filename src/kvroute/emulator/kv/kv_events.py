@@ -10,7 +10,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvroute.emulator.prompt import Prompt
+from kvroute.emulator.prompt import EmulatedPrompt
 from kvroute.prefix import Evicted
 from kvroute.types import cannot_listen
 
@@ -50,7 +50,9 @@ KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def changes(prompt: Prompt | None, before: int, now: int, evicted: list[Evicted], block_tokens: int) -> list[KvEvent]:
+def changes(
+    prompt: EmulatedPrompt | None, before: int, now: int, evicted: list[Evicted], block_tokens: int
+) -> list[KvEvent]:
     """Return the events of a cache change: blocks `before`..`now` of a prompt are new, `evicted` are removed."""
     events: list[KvEvent] = [BlockRemoved(list(blocks[keep:])) for _, blocks, keep in evicted]
     if prompt is not None and now > before:
@@ -71,7 +73,7 @@ def changes(prompt: Prompt | None, before: int, now: int, evicted: list[Evicted]
     return events
 
 
-def _extra_keys(prompt: Prompt, before: int, now: int) -> list[tuple[str, ...] | None] | None:
+def _extra_keys(prompt: EmulatedPrompt, before: int, now: int) -> list[tuple[str, ...] | None] | None:
     """Return what distinguishes each block besides its tokens, in vLLM's order: the adapter, and at the first block
     the cache salt."""
     if not prompt.salt and not prompt.adapter:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import TypeVar
 
-from kvroute.emulator.kv.storage import BufferedRead
+from kvroute.emulator.kv.storage import EmulatedBufferRead
 from kvroute_engine.block_store import BlockFormat, BlockStore, StoreError
 from kvroute_engine.block_store.keys import NO_PARENT
 from kvroute_engine.block_store.location import StoreLocation
@@ -46,7 +46,7 @@ class RealStore:
         """See `Medium`."""
         return await self._in(self._write_thread, 0, lambda: self._store(model).match(keys))
 
-    async def read(self, read: BufferedRead, model: str, keys: Sequence[bytes]) -> int:
+    async def read(self, read: EmulatedBufferRead, model: str, keys: Sequence[bytes]) -> int:
         """See `Medium`."""
         if not keys:
             return 0
@@ -62,7 +62,7 @@ class RealStore:
         for thread in (self._read_thread, self._write_thread):
             thread.shutdown(cancel_futures=True)
 
-    def _read(self, read: BufferedRead, model: str, keys: Sequence[bytes], asked_s: float) -> int:
+    def _read(self, read: EmulatedBufferRead, model: str, keys: Sequence[bytes], asked_s: float) -> int:
         began_s = time.monotonic()
         read.waited_s += began_s - asked_s
         nbytes, found = self._nbytes(model), 0

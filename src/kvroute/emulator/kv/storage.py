@@ -42,7 +42,7 @@ class StoredBlocks:
 
 
 @dataclass(slots=True, eq=False)
-class BufferedRead:
+class EmulatedBufferRead:
     """One read of consecutive blocks into the buffer of a node."""
 
     id: str
@@ -69,7 +69,7 @@ class Medium(Protocol):
     async def match(self, model: str, keys: Sequence[bytes]) -> int:
         """Return how many leading keys are stored."""
 
-    async def read(self, read: BufferedRead, model: str, keys: Sequence[bytes]) -> int:
+    async def read(self, read: EmulatedBufferRead, model: str, keys: Sequence[bytes]) -> int:
         """Read blocks after those of earlier calls; return the number of leading blocks that were read. Adds to the
         times of `read`."""
 
@@ -102,7 +102,7 @@ class ModelledNic:
         """See `Medium`."""
         return self.store.match(model, keys)
 
-    async def read(self, read: BufferedRead, model: str, keys: Sequence[bytes]) -> int:
+    async def read(self, read: EmulatedBufferRead, model: str, keys: Sequence[bytes]) -> int:
         """See `Medium`."""
         now = self.clock.now()
         start_s = max(now, self._read_until_s)
@@ -150,8 +150,8 @@ class StorageNode:
     """Bytes of complete reads so far."""
     written_bytes: float = 0.0
     _free_bytes: float = field(init=False)
-    _reads: dict[str, BufferedRead] = field(default_factory=dict)
-    _waiting: deque[BufferedRead] = field(default_factory=deque)
+    _reads: dict[str, EmulatedBufferRead] = field(default_factory=dict)
+    _waiting: deque[EmulatedBufferRead] = field(default_factory=deque)
     """Reads that wait for room in the buffer."""
     _writes: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -168,7 +168,7 @@ class StorageNode:
         """Bytes of the buffer in use."""
         return self.buffer_bytes - self._free_bytes
 
-    async def read(self, read_id: str, model: str, keys: Sequence[bytes], block_bytes: float) -> BufferedRead:
+    async def read(self, read_id: str, model: str, keys: Sequence[bytes], block_bytes: float) -> EmulatedBufferRead:
         """Read the leading blocks that are stored, and return when they are in the buffer.
 
         Raises:
@@ -176,7 +176,7 @@ class StorageNode:
         """
         return await self.complete(await self.begin(read_id, model, keys, block_bytes))
 
-    async def begin(self, read_id: str, model: str, keys: Sequence[bytes], block_bytes: float) -> BufferedRead:
+    async def begin(self, read_id: str, model: str, keys: Sequence[bytes], block_bytes: float) -> EmulatedBufferRead:
         """Begin to read the leading blocks that are stored, and return when they have room in the buffer.
 
         Raises:
@@ -185,7 +185,7 @@ class StorageNode:
         self._require_new(read_id)
         blocks = await self.medium.match(model, keys)
         self._require_new(read_id)
-        read = BufferedRead(read_id, blocks, blocks * block_bytes, self.clock.now())
+        read = EmulatedBufferRead(read_id, blocks, blocks * block_bytes, self.clock.now())
         if read.kv_bytes > self.buffer_bytes:
             what = f"{blocks} blocks need {read.kv_bytes:.3g} bytes, but the buffer has {self.buffer_bytes:.3g}"
             raise ApiError(f"{what}; raise `storage.buffer` in the cluster file", status=413)
@@ -203,7 +203,7 @@ class StorageNode:
         if read_id in self._reads:
             raise ApiError(f"read {read_id} exists; give every read its own id", status=409, kind="ConflictError")
 
-    def find(self, read_id: str) -> BufferedRead:
+    def find(self, read_id: str) -> EmulatedBufferRead:
         """Return a read that has begun.
 
         Raises:
@@ -214,7 +214,7 @@ class StorageNode:
             raise ApiError(f"there is no read {read_id}", status=404, kind="NotFoundError")
         return read
 
-    async def complete(self, read: BufferedRead) -> BufferedRead:
+    async def complete(self, read: EmulatedBufferRead) -> EmulatedBufferRead:
         """Return a read that has begun when its blocks are in the buffer. It is released if the caller gives up.
 
         Raises:
@@ -230,7 +230,7 @@ class StorageNode:
             raise ApiError("the read was released", status=404, kind="NotFoundError") from None
         return read
 
-    async def _reserve(self, read: BufferedRead) -> None:
+    async def _reserve(self, read: EmulatedBufferRead) -> None:
         self._waiting.append(read)
         self._grant()
         if not read.reserved:
@@ -245,7 +245,7 @@ class StorageNode:
             read.reserved = True
             _continue(read)
 
-    async def _transfer(self, read: BufferedRead, model: str, keys: Sequence[bytes], block_bytes: float) -> None:
+    async def _transfer(self, read: EmulatedBufferRead, model: str, keys: Sequence[bytes], block_bytes: float) -> None:
         """Read the blocks and hold them."""
         read.waited_s = self.clock.now() - read.began_s
         read.blocks = await self.medium.read(read, model, keys)
@@ -255,7 +255,7 @@ class StorageNode:
         self.read_bytes += read.kv_bytes
         read.alarm = self.clock.at(self.clock.now() + self.hold_s, partial(self.release, read.id))
 
-    def complete_read(self, read_id: str) -> BufferedRead | None:
+    def complete_read(self, read_id: str) -> EmulatedBufferRead | None:
         """Return a read whose blocks are in the buffer; None if there is none."""
         read = self._reads.get(read_id)
         return read if read is not None and read.complete else None
@@ -301,6 +301,6 @@ class StorageNode:
         self.medium.close()
 
 
-def _continue(read: BufferedRead) -> None:
+def _continue(read: EmulatedBufferRead) -> None:
     if read.progress is not None and not read.progress.done():
         read.progress.set_result(None)

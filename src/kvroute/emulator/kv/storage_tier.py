@@ -9,7 +9,7 @@ import numpy as np
 
 from kvroute.emulator.kv.kv_events import BlockStored, KvPublisher
 from kvroute.emulator.kv.storage import StorageNode
-from kvroute.emulator.prompt import Prompt, text_tokens
+from kvroute.emulator.prompt import EmulatedPrompt, text_tokens
 from kvroute.prefix import block_hashes, salt_seed
 from kvroute.types import IntArray
 from kvroute_engine.block_store.keys import block_keys
@@ -27,13 +27,13 @@ class StorageTier:
     _reported: set[int] = field(default_factory=set)
     """Hashes of the blocks that were reported as stored. They are closed under prefixes."""
 
-    def staged_tokens(self, prompt: Prompt, first_block: int, blocks: int, key: str) -> int:
+    def staged_tokens(self, prompt: EmulatedPrompt, first_block: int, blocks: int, key: str) -> int:
         """Return the number of prompt tokens up to the end of staged blocks; 0 if they belong to another prompt."""
         tokens = (first_block + blocks) * self.block_tokens
         keys = block_keys(prompt.tokens[:tokens], self.block_tokens, prompt.salt)
         return tokens if len(keys) == first_block + blocks and keys[-1].hex() == key else 0
 
-    def write_back(self, prompt: Prompt, output: Sequence[bytes] = ()) -> None:
+    def write_back(self, prompt: EmulatedPrompt, output: Sequence[bytes] = ()) -> None:
         """Write the full blocks of a prompt and its output that are not in the store. Args: `output`: its tokens."""
         tokens = prompt.tokens
         if output:

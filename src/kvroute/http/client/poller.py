@@ -20,7 +20,7 @@ _GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PollSettings:
+class PollSpec:
     """What is polled, how often, and with which limits."""
 
     path: str
@@ -140,7 +140,7 @@ class Poller:
         names: Sequence[str],
         pool_of: Callable[[str], UpstreamPool | None],
         on_answer: Callable[[str, PollResult], None],
-        settings: PollSettings,
+        settings: PollSpec,
     ) -> None:
         """
         Args:

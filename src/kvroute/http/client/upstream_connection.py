@@ -72,7 +72,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_told = self._body_begun = False
         self._between_chunks = False
         """The last received data ended with a complete chunk."""
-        self._alone = 0
+        self._single_chunks = 0
         """Chunks in a row that arrived alone."""
         self._excess = 0
         """Cost of the pieces of the body beyond their bytes."""
@@ -171,17 +171,17 @@ class UpstreamConnection(asyncio.Protocol):
             data_bytes = len(data) - data.find(b"\r\n", 0, _SIZE_LINE_MAX) - 4
             if data.startswith(_SIZE_LINES[data_bytes] if data_bytes < len(_SIZE_LINES) else b"%x\r\n" % data_bytes):
                 if data[-2 - data_bytes] != _COLON or _DATA in data:
-                    self._alone += 1
+                    self._single_chunks += 1
                     if not call.paused:
                         self.deadline_s = self._now() + call.idle_s  # first: the callback may pause or end the call
                 chunks.on_chunk(data, data_bytes)
-                if self._alone >= _CHUNKS_BEFORE:
+                if self._single_chunks >= _CHUNKS_BEFORE:
                     self._hand_over(call, chunks)
                 return
         if self._rest:
             self._rest += data
             return
-        self._alone = 0
+        self._single_chunks = 0
         response = self._response
         error = self._feed(data) if len(data) <= SLICE_BYTES else self._feed_slices(data)
         if response.status and not self._head_told:
@@ -280,7 +280,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _hand_over(self, call: Call, chunks: ChunkHandler) -> None:
         """Let the thread forward the chunks that follow, if that is possible now."""
-        self._alone = 0
+        self._single_chunks = 0
         transport = self._transport
         if call.over or call.paused or transport is None or transport.is_closing():
             return

@@ -13,7 +13,7 @@ from kvroute.http.deadlines import NEVER_S
 from kvroute.http.error_format import ErrorFormat
 from kvroute.http.forwarding.turn_writes import TurnTransport
 from kvroute.http.headers import Headers, request_id_of
-from kvroute.http.server.connection_limits import BEGINNING, BUSY, UNREAD, Entry, network_of
+from kvroute.http.server.connection_limits import BEGINNING, BUSY, UNREAD, ConnectionOutcome, network_of
 from kvroute.http.server.connection_limits import IDLE as NO_REQUEST
 from kvroute.http.server.exchange import Exchange, own_lines, status_line
 from kvroute.http.server.request_parser import (
@@ -23,7 +23,7 @@ from kvroute.http.server.request_parser import (
     IDLE,
     LIGHT_BYTES,
     HttpError,
-    Limits,
+    RequestLimits,
     RequestParser,
 )
 from kvroute.http.server.web_pages import WebPages
@@ -79,7 +79,7 @@ class ServerCallbacks(Protocol):
     handler: Handler
     hooks: ServerHooks
     errors: ErrorFormat
-    limits: Limits
+    limits: RequestLimits
     pages: WebPages | None
     """Which web pages may send requests; None: all."""
     bodies_bytes: int
@@ -88,7 +88,7 @@ class ServerCallbacks(Protocol):
     """The whole Server header line, or empty."""
     draining: bool
 
-    def enter(self, new: ClientConnection) -> Entry:
+    def enter(self, new: ClientConnection) -> ConnectionOutcome:
         """Count a new connection; return whether there is room for it."""
         ...
 
@@ -169,11 +169,11 @@ class ClientConnection(asyncio.Protocol):
         self.deadline_s = self._now() + self._server.limits.header_s
         self._timed = IDLE
         entry = self._server.enter(self)
-        if entry is Entry.DROPPED:
+        if entry is ConnectionOutcome.DROPPED:
             self._leaving = True
             self._transport.abort()
-        elif entry is not Entry.TAKEN:
-            self._refuse(_BUSY if entry is Entry.FULL else _BUSY_ADDRESS)
+        elif entry is not ConnectionOutcome.TAKEN:
+            self._refuse(_BUSY if entry is ConnectionOutcome.FULL else _BUSY_ADDRESS)
 
     def data_received(self, data: bytes) -> None:
         if self._leaving:
@@ -221,7 +221,7 @@ class ClientConnection(asyncio.Protocol):
         self.deadline_s = NEVER_S
         self._server.leave(self)
         self._reader.forget()
-        self._weigh(0)
+        self._count_body_bytes(0)
         current, self._current = self._current, None
         if current is not None:
             current.connection_lost()
@@ -279,7 +279,7 @@ class ClientConnection(asyncio.Protocol):
         )
         self._current = exchange
         if self._weight or len(exchange.body) > LIGHT_BYTES:
-            self._weigh(len(exchange.body))
+            self._count_body_bytes(len(exchange.body))
         self.deadline_s = self._now() + self._probe_s if self._half_closed else NEVER_S
         self._timed = _NEITHER
         if server.draining:
@@ -287,26 +287,26 @@ class ClientConnection(asyncio.Protocol):
         try:
             server.handler(exchange)
         except Exception as error:
-            self._mourn(error)
+            self._report_handler_error(error)
             if exchange.started:
                 exchange.abort()
             else:
                 body = server.errors.body(b"", 500, "internal error in the gateway", "server_error", None)
                 exchange.respond(500, body)
 
-    def _mourn(self, error: Exception) -> None:
+    def _report_handler_error(self, error: Exception) -> None:
         asyncio.get_running_loop().call_exception_handler(
             {"message": "a request handler failed with an internal error", "exception": error}
         )
 
     def _body_resized(self, nbytes: int) -> bool:
-        self._weigh(nbytes if nbytes > LIGHT_BYTES else 0)
+        self._count_body_bytes(nbytes if nbytes > LIGHT_BYTES else 0)
         return not self._weight or self._server.bodies_bytes <= self._server.limits.bodies_bytes
 
     def _answered(self, exchange: Exchange) -> None:
         self._current = None
         if self._weight:
-            self._weigh(0)
+            self._count_body_bytes(0)
         if self._leaving:
             return
         if exchange.keep_alive:
@@ -344,14 +344,14 @@ class ClientConnection(asyncio.Protocol):
         if self._timed != BODY and server.hooks.guard is not None:
             fault = server.hooks.guard(*reader.head)
         if fault is None and reader.body_bytes > LIGHT_BYTES:
-            self._weigh(reader.body_bytes)
+            self._count_body_bytes(reader.body_bytes)
             if server.bodies_bytes > server.limits.bodies_bytes:
                 fault = _FULL
         if fault is not None:
             self._refuse(fault)
         return fault is None
 
-    def _weigh(self, nbytes: int) -> None:
+    def _count_body_bytes(self, nbytes: int) -> None:
         weight = nbytes * BODY_MEMORY_RATIO
         self._server.bodies_bytes += weight - self._weight
         self._weight = weight
@@ -376,7 +376,7 @@ class ClientConnection(asyncio.Protocol):
         http2 = self._reader.speaks_http2
         shown, request_id = self._reader.path_so_far, request_id_of(headers)
         self._reader.forget()
-        self._weigh(0)
+        self._count_body_bytes(0)
         body = server.errors.body(shown, fault.status, fault.message, fault.type, fault.code)
         head = b"%b%b%b%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         own = own_lines(server.errors.id_lines(shown, request_id))

@@ -18,7 +18,7 @@ _SEARCH_S = 1e-5
 """Time between two searches, in seconds per connection, because a search examines all connections."""
 
 
-class Connection(Protocol):
+class AcceptedConnection(Protocol):
     """An accepted connection, from before its TLS handshake until it is closed."""
 
     address: str
@@ -43,7 +43,7 @@ class Connection(Protocol):
         ...
 
 
-class Entry(Enum):
+class ConnectionOutcome(Enum):
     """The outcome for a new connection."""
 
     TAKEN = "taken"
@@ -59,11 +59,11 @@ class Connections:
     """Counts connections from `enter` to `leave`; at the limit it closes the longest idle one for a new one."""
 
     def __init__(self) -> None:
-        self._counted: dict[Connection, None] = {}
+        self._counted: dict[AcceptedConnection, None] = {}
         self._of_address: dict[str, int] = {}
-        self._ending: dict[Connection, None] = {}
+        self._ending: dict[AcceptedConnection, None] = {}
         """Connections that were rejected, or closed for a new one, and are not closed yet."""
-        self._idle: dict[str, deque[tuple[int, float, ReferenceType[Connection]]]] = {}
+        self._idle: dict[str, deque[tuple[int, float, ReferenceType[AcceptedConnection]]]] = {}
         """Candidates of the last search, by address ("": any), in the order of closing. The references are weak, so
         that a closed connection is not kept in memory until the next search."""
         self._searched_s: dict[str, float] = {}
@@ -73,22 +73,22 @@ class Connections:
         """Number of open connections."""
         return len(self._counted) + len(self._ending)
 
-    def all(self) -> tuple[Connection, ...]:
+    def all(self) -> tuple[AcceptedConnection, ...]:
         """Return all open connections."""
         return (*self._counted, *self._ending)
 
-    def enter(self, new: Connection, most: int, most_per_address: int, now: float) -> Entry:
+    def enter(self, new: AcceptedConnection, most: int, most_per_address: int, now: float) -> ConnectionOutcome:
         """Count a new connection, or return why there is no room for it. The caller must call `leave` in both cases."""
         of_address = self._of_address.get(new.address, 0)
         if of_address >= most_per_address and not self._make_room(new.address, now):
-            return self._refuse(new, Entry.ADDRESS_FULL, most)
+            return self._refuse(new, ConnectionOutcome.ADDRESS_FULL, most)
         if len(self._counted) >= most and not self._make_room("", now):
-            return self._refuse(new, Entry.FULL, most)
+            return self._refuse(new, ConnectionOutcome.FULL, most)
         self._counted[new] = None
         self._of_address[new.address] = self._of_address.get(new.address, 0) + 1
-        return Entry.TAKEN
+        return ConnectionOutcome.TAKEN
 
-    def leave(self, gone: Connection) -> None:
+    def leave(self, gone: AcceptedConnection) -> None:
         """Remove a closed connection; a second call does nothing."""
         self._ending.pop(gone, None)
         self._uncount(gone)
@@ -101,12 +101,12 @@ class Connections:
             self._empty.clear()
             await self._empty.wait()
 
-    def _refuse(self, new: Connection, entry: Entry, most: int) -> Entry:
+    def _refuse(self, new: AcceptedConnection, entry: ConnectionOutcome, most: int) -> ConnectionOutcome:
         dropped = len(self._ending) >= most // 8 + 64
         self._ending[new] = None
-        return Entry.DROPPED if dropped else entry
+        return ConnectionOutcome.DROPPED if dropped else entry
 
-    def _uncount(self, gone: Connection) -> None:
+    def _uncount(self, gone: AcceptedConnection) -> None:
         if gone not in self._counted:
             return
         del self._counted[gone]

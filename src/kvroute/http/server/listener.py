@@ -13,7 +13,14 @@ from typing import Protocol, cast
 
 from kvroute.http.deadlines import NEVER_S
 from kvroute.http.headers import request_id_of
-from kvroute.http.server.connection_limits import BEGINNING, IDLE, UNREAD, Connection, Entry, network_of
+from kvroute.http.server.connection_limits import (
+    BEGINNING,
+    IDLE,
+    UNREAD,
+    AcceptedConnection,
+    ConnectionOutcome,
+    network_of,
+)
 from kvroute.http.server.exchange import own_lines
 from kvroute_engine.addresses import bound
 
@@ -42,11 +49,11 @@ class Port(Protocol):
         """Time limits for a TLS handshake, and for a client to read that it must use TLS."""
         ...
 
-    def enter(self, new: Connection) -> Entry:
+    def enter(self, new: AcceptedConnection) -> ConnectionOutcome:
         """Count a connection; `leave` is called for it in any case."""
         ...
 
-    def leave(self, gone: Connection) -> None:
+    def leave(self, gone: AcceptedConnection) -> None:
         """Remove a closed connection from the count."""
         ...
 
@@ -174,7 +181,7 @@ class _Arriving(asyncio.Protocol):
         """Wait for the first byte. A connection over the limit is closed: before the handshake it can get no
         response."""
         self.deadline_s = self._loop.time() + self._port.times_s[0]
-        if self._port.enter(self) is not Entry.TAKEN:
+        if self._port.enter(self) is not ConnectionOutcome.TAKEN:
             self._end()
         else:
             self._loop.add_reader(self._own.fileno(), self._readable)

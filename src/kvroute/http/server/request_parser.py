@@ -42,7 +42,7 @@ _VERSION_ERRORS = ("Invalid HTTP version", "Pause on PRI/Upgrade")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """Limits for clients."""
 
     header_bytes: int = 64 * 1024
@@ -93,7 +93,7 @@ class ParsedRequest(NamedTuple):
 class RequestParser:
     """Parses the requests of one connection: call `feed`, take requests from `ready`, and stop at a `fault`."""
 
-    def __init__(self, limits: Limits, pages: WebPages | None = None) -> None:
+    def __init__(self, limits: RequestLimits, pages: WebPages | None = None) -> None:
         """Args: `pages` decides which web pages may send requests; None: all."""
         self.ready: deque[ParsedRequest] = deque()
         self.fault: HttpError | None = None

@@ -13,12 +13,12 @@ from contextlib import suppress
 from kvroute.http.deadlines import Deadlines
 from kvroute.http.error_format import ErrorFormat, PlainErrors
 from kvroute.http.server.client_connection import ClientConnection, Handler, ServerHooks
-from kvroute.http.server.connection_limits import Connection, Connections, Entry
+from kvroute.http.server.connection_limits import AcceptedConnection, ConnectionOutcome, Connections
 from kvroute.http.server.listener import Listener
-from kvroute.http.server.request_parser import Limits
+from kvroute.http.server.request_parser import RequestLimits
 from kvroute.http.server.web_pages import WebPages
 
-__all__ = ["Handler", "HttpServer", "Limits", "ServerHooks"]
+__all__ = ["Handler", "HttpServer", "RequestLimits", "ServerHooks"]
 
 _HANDSHAKE_S = 0.05
 """Time for TCP handshakes that were in progress when the server stopped accepting to complete, in seconds."""
@@ -35,7 +35,7 @@ class HttpServer:
     def __init__(
         self,
         handler: Handler,
-        limits: Limits | None = None,
+        limits: RequestLimits | None = None,
         *,
         hooks: ServerHooks | None = None,
         errors: ErrorFormat | None = None,
@@ -57,7 +57,7 @@ class HttpServer:
                 distributes the connections.
         """
         self.handler, self.hooks, self.errors = handler, hooks or ServerHooks(), errors or PlainErrors()
-        self.limits = limits or Limits()
+        self.limits = limits or RequestLimits()
         self.server = b"server: %b\r\n" % server_name if server_name else b""
         self.draining = False
         self.bodies_bytes = 0
@@ -139,14 +139,14 @@ class HttpServer:
         """See `Port`."""
         return self.limits.header_s, self.limits.linger_s
 
-    def enter(self, new: Connection) -> Entry:
+    def enter(self, new: AcceptedConnection) -> ConnectionOutcome:
         """See `ServerCallbacks`."""
         limits = self.limits
         self._deadlines.watch(new)
         now = asyncio.get_running_loop().time()
         return self._connections.enter(new, limits.connections, limits.connections_per_address, now)
 
-    def leave(self, gone: Connection) -> None:
+    def leave(self, gone: AcceptedConnection) -> None:
         """See `ServerCallbacks`."""
         self._deadlines.forget(gone)
         self._connections.leave(gone)

@@ -27,7 +27,7 @@ _CLOCKS_DIFFER = datetime.timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class CertificatePair:
     """A server certificate, its key and the CA that has signed it, in PEM form."""
 
     certificate: bytes
@@ -55,8 +55,8 @@ class Pair:
 class Certificates:
     """Everything that the webhook's Secret holds."""
 
-    current: Pair
-    following: Pair | None = None
+    current: CertificatePair
+    following: CertificatePair | None = None
     """The next certificate, which is not served yet."""
 
     @property
@@ -83,7 +83,7 @@ def advance(stored: Certificates | None, names: Sequence[str], now: float) -> Ce
     return stored
 
 
-def issue(names: Sequence[str], now: float) -> Pair:
+def issue(names: Sequence[str], now: float) -> CertificatePair:
     """Return a certificate for these DNS names from a new CA, whose key is discarded."""
     begin = datetime.datetime.fromtimestamp(now, datetime.UTC) - _CLOCKS_DIFFER
     end = datetime.datetime.fromtimestamp(now + LIFETIME_S, datetime.UTC)
@@ -110,7 +110,7 @@ def issue(names: Sequence[str], now: float) -> Pair:
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     pem = serialization.Encoding.PEM
-    return Pair(leaf.public_bytes(pem), private, ca.public_bytes(pem))
+    return CertificatePair(leaf.public_bytes(pem), private, ca.public_bytes(pem))
 
 
 def secret_data(certificates: Certificates) -> dict[str, str]:
@@ -146,9 +146,9 @@ def webhook_names(service: str, namespace: str) -> tuple[str, ...]:
     return (f"{service}.{namespace}.svc", f"{service}.{namespace}.svc.cluster.local")
 
 
-def _pair(values: Mapping[str, bytes], certificate: str, key: str, ca: str) -> Pair:
+def _pair(values: Mapping[str, bytes], certificate: str, key: str, ca: str) -> CertificatePair:
     """Raises ValueError if certificate and key are unreadable or do not belong together."""
-    pair = Pair(values[certificate], values[key], values[ca])
+    pair = CertificatePair(values[certificate], values[key], values[ca])
     private = serialization.load_pem_private_key(pair.key, None)
     _parsed(pair.ca)
     if private.public_key() != _parsed(pair.certificate).public_key():

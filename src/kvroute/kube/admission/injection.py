@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvroute.kube.admission.review import AdmissionRequest, Verdict
-from kvroute.kube.admission.validation import ClusterView
+from kvroute.kube.admission.review import AdmissionRequest, ReviewResponse
+from kvroute.kube.admission.validation import AdmissionView
 from kvroute.kube.discovery.labels import CONTAINER, TOPOLOGY_PREFIX
 from kvroute.kube.resources import KvRouterSpec, Object, TransferTopology, name_of, read_spec
 from kvroute.kube.resources.engines import role_of, selecting_routers
@@ -23,7 +23,7 @@ WAIT_LIMIT_S = 300
 
 
 @dataclass(frozen=True, slots=True)
-class InjectionSettings:
+class InjectionSpec:
     """What the init container runs."""
 
     image: str
@@ -34,7 +34,7 @@ class InjectionSettings:
     """Waits until the file of the level in the environment has a value, and fails with one sentence if none comes."""
 
 
-def inject(request: AdmissionRequest, view: ClusterView, settings: InjectionSettings) -> Verdict:
+def inject(request: AdmissionRequest, view: AdmissionView, settings: InjectionSpec) -> ReviewResponse:
     """Return the patch for a pod that is created; no patch if no KvRouter with a constraint selects it.
 
     A KvRouter that cannot be resolved does not stop pods from being created: the verdict then has a warning.
@@ -42,7 +42,7 @@ def inject(request: AdmissionRequest, view: ClusterView, settings: InjectionSett
     pod = request.object or {}
     labels = (pod.get("metadata") or {}).get("labels") or {}
     if request.operation != "CREATE" or role_of(labels) is None:
-        return Verdict()
+        return ReviewResponse()
     warnings: list[str] = []
     for router in selecting_routers(request.namespace, labels, view.routers):
         try:
@@ -54,12 +54,12 @@ def inject(request: AdmissionRequest, view: ClusterView, settings: InjectionSett
         except InputError as error:
             warnings.append(f"no topology files: KvRouter {name_of(router)}: {error}".replace("\n", " "))
             continue
-        return Verdict(patch=tuple(_patch(pod, transfer, resolved, settings)), warnings=tuple(warnings))
-    return Verdict(warnings=tuple(warnings))
+        return ReviewResponse(patch=tuple(_patch(pod, transfer, resolved, settings)), warnings=tuple(warnings))
+    return ReviewResponse(warnings=tuple(warnings))
 
 
 def _patch(
-    pod: Object, transfer: TransferTopology, resolved: ResolvedTopology, settings: InjectionSettings
+    pod: Object, transfer: TransferTopology, resolved: ResolvedTopology, settings: InjectionSpec
 ) -> Iterator[dict[str, Any]]:
     spec = pod.get("spec") or {}
     variables = topology_variables(transfer)
@@ -94,9 +94,7 @@ def _volume(resolved: ResolvedTopology) -> dict[str, Any]:
     return {"name": VOLUME, "downwardAPI": {"items": files}}
 
 
-def _init_container(
-    settings: InjectionSettings, variables: list[dict[str, str]], mount: dict[str, Any]
-) -> dict[str, Any]:
+def _init_container(settings: InjectionSpec, variables: list[dict[str, str]], mount: dict[str, Any]) -> dict[str, Any]:
     amounts = {"cpu": "100m", "memory": "128Mi"}
     return {
         "name": INIT_CONTAINER,

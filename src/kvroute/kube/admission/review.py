@@ -88,7 +88,7 @@ class _EngineObject(_CustomObject, frozen=True, kw_only=True):
     spec: _EngineSpec | None = None
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class ReviewResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Response to a request."""
 
     problems: tuple[InputError, ...] = ()
@@ -130,7 +130,7 @@ def _no_review(why: str) -> InputError:
     return InputError(what, where="admission", hint="send what the API server sends")
 
 
-def response_body(request: AdmissionRequest, verdict: Verdict) -> bytes:
+def response_body(request: AdmissionRequest, verdict: ReviewResponse) -> bytes:
     """Return the body of the response; a rejection has status 422 and one cause for each problem."""
     response: dict[str, Any] = {"uid": request.uid, "allowed": not verdict.problems}
     if verdict.problems:
@@ -143,10 +143,10 @@ def response_body(request: AdmissionRequest, verdict: Verdict) -> bytes:
     return msgspec.json.encode({"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": response})
 
 
-def rejection(error: InputError, warnings: Sequence[str] = ()) -> Verdict:
+def rejection(error: InputError, warnings: Sequence[str] = ()) -> ReviewResponse:
     """Return the verdict for wrong input."""
     problems = error.problems if isinstance(error, InputErrors) else (error,)
-    return Verdict(problems=tuple(problems), warnings=tuple(warnings))
+    return ReviewResponse(problems=tuple(problems), warnings=tuple(warnings))
 
 
 def subject(request: AdmissionRequest) -> Object:

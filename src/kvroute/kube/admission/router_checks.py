@@ -56,7 +56,7 @@ def router_problems(request: AdmissionRequest, catalog: Catalog, check_file: Fil
     found = [*_name_problems(name), *_setting_problems(spec), *_transfer_problems(spec)]
     yield from found
     resolved = None
-    if spec.kv_cache_transfer_topology is not None and not any(each.where.startswith(FIELD) for each in found):
+    if spec.kv_cache_transfer_topology is not None and not any(fault.where.startswith(FIELD) for fault in found):
         resolved = resolve(spec.kv_cache_transfer_topology, catalog)
     if not found:
         yield from _file_problems(cluster_file(name, request.namespace or "default", spec, resolved), check_file)

@@ -12,10 +12,10 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from kvroute.kube.admission.certificates import Pair
-from kvroute.kube.admission.injection import InjectionSettings, inject
-from kvroute.kube.admission.review import AdmissionRequest, Verdict, read_review, response_body
-from kvroute.kube.admission.validation import ClusterView, validate
+from kvroute.kube.admission.certificates import CertificatePair
+from kvroute.kube.admission.injection import InjectionSpec, inject
+from kvroute.kube.admission.review import AdmissionRequest, ReviewResponse, read_review, response_body
+from kvroute.kube.admission.validation import AdmissionView, validate
 from kvroute.types import InputError, cannot_listen
 from kvroute_engine.addresses import host_port
 from kvroute_engine.timed_connection import ConnectionLimits, answer_whole, listen
@@ -31,9 +31,9 @@ class WebhookServer:
 
     def __init__(
         self,
-        view: Callable[[], ClusterView | None],
-        settings: InjectionSettings,
-        pair: Pair,
+        view: Callable[[], AdmissionView | None],
+        settings: InjectionSpec,
+        pair: CertificatePair,
         limits: ConnectionLimits | None = None,
     ) -> None:
         """Args: `limits` of connections, other than the defaults."""
@@ -44,7 +44,7 @@ class WebhookServer:
         self._runner: web.AppRunner | None = None
         self._listening: asyncio.Server | None = None
 
-    def use(self, pair: Pair) -> None:
+    def use(self, pair: CertificatePair) -> None:
         """Serve new connections with this certificate; open connections keep theirs."""
         with tempfile.TemporaryDirectory() as folder:
             certificate, key = Path(folder) / "tls.crt", Path(folder) / "tls.key"
@@ -89,7 +89,7 @@ class WebhookServer:
         return await self._answer(request, lambda review, view: inject(review, view, self._settings))
 
     async def _answer(
-        self, request: web.Request, judge: Callable[[AdmissionRequest, ClusterView], Verdict]
+        self, request: web.Request, judge: Callable[[AdmissionRequest, AdmissionView], ReviewResponse]
     ) -> web.Response:
         view = self._view()
         if view is None:

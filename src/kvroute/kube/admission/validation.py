@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvroute.kube.admission.review import AdmissionRequest, Verdict, rejection, subject
+from kvroute.kube.admission.review import AdmissionRequest, ReviewResponse, rejection, subject
 from kvroute.kube.admission.router_checks import FileCheck, router_problems
 from kvroute.kube.discovery.labels import PREFIX, ROLE
 from kvroute.kube.resources import GROUP, ClusterTopologySpec, Object, name_of, read_spec
@@ -22,7 +22,7 @@ _WORKLOADS = frozenset({"Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", 
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterView:
+class AdmissionView:
     """What checks need to know about the cluster."""
 
     catalog: Catalog = field(default_factory=Catalog)
@@ -32,13 +32,13 @@ class ClusterView:
     """Reads the text of a cluster file, and raises InputErrors for what a gateway would refuse."""
 
 
-def validate(request: AdmissionRequest, view: ClusterView) -> Verdict:
+def validate(request: AdmissionRequest, view: AdmissionView) -> ReviewResponse:
     """Return whether an object may be created, changed or deleted."""
     kind = (request.kind.group, request.kind.kind)
     found: Sequence[InputError] = ()
     try:
         if request.sub_resource:
-            return Verdict()
+            return ReviewResponse()
         if kind == (GROUP, "KvRouter") and request.operation != "DELETE":
             found = tuple(router_problems(request, view.catalog, view.check_file))
         elif kind == (GROUP, "ClusterTopology"):
@@ -47,7 +47,7 @@ def validate(request: AdmissionRequest, view: ClusterView) -> Verdict:
             found = tuple(_engine_problems(subject(request)))
     except InputError as error:
         return rejection(error)
-    return rejection(InputErrors(found)) if found else Verdict()
+    return rejection(InputErrors(found)) if found else ReviewResponse()
 
 
 def _topology_problems(request: AdmissionRequest, routers: Sequence[Object]) -> Iterator[InputError]:

@@ -85,7 +85,7 @@ class EngineCommand:
 
 def engine_command(container: Container) -> EngineCommand | None:
     """Return the engine that a container starts; None if it starts none that is known."""
-    values = {each.name: each.value for each in container.env or [] if each.value}
+    values = {variable.name: variable.value for variable in container.env or [] if variable.value}
     command = [_expanded(word, values) for word in container.command or []]
     args = [_expanded(word, values) for word in container.args or []]
     words = [*command, *args]

@@ -16,7 +16,7 @@ from lightkube.core.exceptions import ConfigError
 
 from kvroute.kube.api.requests import (
     HEADERS,
-    Refused,
+    ApiRefused,
     Resource,
     Selection,
     Status,
@@ -24,7 +24,7 @@ from kvroute.kube.api.requests import (
     lines_of,
     refusal_of,
 )
-from kvroute.kube.api.store import Key, Object, Store, WatchEvent
+from kvroute.kube.api.store import Key, Object, ObjectStore, WatchEvent
 from kvroute.types import InputError
 
 FAILURES = (
@@ -73,7 +73,7 @@ class Informer(Generic[Object]):
         connect: Callable[[], httpx2.AsyncClient],
         resource: Resource[Object],
         selection: Selection,
-        store: Store[Object],
+        store: ObjectStore[Object],
         on_change: Callable[[frozenset[Key]], None],
         timing: Timing = DEFAULT_TIMING,
     ) -> None:
@@ -115,7 +115,7 @@ class Informer(Generic[Object]):
         client = self._connect()
         try:
             await self._list(client, attempt)
-        except Refused as refused:
+        except ApiRefused as refused:
             self.refused = refused.status
             what = f"the API server refuses to list {self._resource.plural}: {refused}"
             raise InputError(what, where=str(client.base_url), hint="check the namespace and the RBAC rules") from None
@@ -137,7 +137,7 @@ class Informer(Generic[Object]):
                 self._failures = 0
                 return 0.0
             return self._failed("the server ends every watch at once", 0)
-        except Refused as refused:
+        except ApiRefused as refused:
             if refused.status == _GONE:
                 self._pages = self._pages and bool(self._store.version)
             if refused.status == _GONE or self._failures >= 3:
@@ -216,7 +216,7 @@ class Informer(Generic[Object]):
     def _apply(self, attempt: int, event: WatchEvent) -> None:
         if event.type == "ERROR":
             status = msgspec.json.decode(event.object, type=Status)
-            raise Refused(status.code, status.message)
+            raise ApiRefused(status.code, status.message)
         found = msgspec.json.decode(event.object, type=self._resource.kind)
         changed = self._store.watched(attempt, event.type, found)
         self._failures = 0

@@ -54,7 +54,7 @@ class PodSpec(msgspec.Struct, frozen=True, rename="camel", kw_only=True):
     containers: list[Container] | None = None
 
 
-class Condition(msgspec.Struct, frozen=True, kw_only=True):
+class PodCondition(msgspec.Struct, frozen=True, kw_only=True):
     """A condition of a pod; its status is "True", "False" or "Unknown"."""
 
     type: str = ""
@@ -73,11 +73,11 @@ class PodStatus(msgspec.Struct, frozen=True, rename={"pod_ip": "podIP", "contain
 
     phase: str = ""
     pod_ip: str = ""
-    conditions: list[Condition] | None = None
+    conditions: list[PodCondition] | None = None
     container_statuses: list[ContainerStatus] | None = None
 
 
-class Pod(msgspec.Struct, frozen=True, kw_only=True):
+class KubePod(msgspec.Struct, frozen=True, kw_only=True):
     """One pod."""
 
     metadata: ObjectMeta = ObjectMeta()
@@ -106,17 +106,20 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ready(self) -> bool:
         """Whether its Ready condition holds and nobody has begun to delete it."""
-        holds = any(each.type == "Ready" and each.status == "True" for each in self.status.conditions or [])
+        holds = any(
+            condition.type == "Ready" and condition.status == "True" for condition in self.status.conditions or []
+        )
         return holds and self.metadata.deletion_timestamp is None
 
     def restarts(self, container: str) -> int:
         """Return how often the container with this name was started again."""
         return max(
-            (each.restart_count for each in self.status.container_statuses or [] if each.name == container), default=0
+            (status.restart_count for status in self.status.container_statuses or [] if status.name == container),
+            default=0,
         )
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True):
+class KubeNode(msgspec.Struct, frozen=True, kw_only=True):
     """One node: its name and its labels."""
 
     metadata: ObjectMeta = ObjectMeta()

@@ -11,7 +11,7 @@ import httpx2
 import msgspec
 
 from kvroute.kube.api.inference_pool import GROUP_VERSION, InferencePool, Service
-from kvroute.kube.api.objects import Node, Pod
+from kvroute.kube.api.objects import KubeNode, KubePod
 from kvroute.kube.api.store import Object
 
 HEADERS = {"Accept": "application/json"}
@@ -51,8 +51,8 @@ class Resource(Generic[Object]):
         return msgspec.json.decode(text, type=ListPage[self.kind])  # type: ignore[name-defined]
 
 
-PODS = Resource("api/v1", "pods", Pod)
-NODES = Resource("api/v1", "nodes", Node)
+PODS = Resource("api/v1", "pods", KubePod)
+NODES = Resource("api/v1", "nodes", KubeNode)
 POOLS = Resource(f"apis/{GROUP_VERSION}", "inferencepools", InferencePool)
 SERVICES = Resource("api/v1", "services", Service)
 
@@ -74,7 +74,7 @@ class Selection:
         return labels | ({"fieldSelector": f"metadata.name={self.name}"} if self.name else {})
 
 
-class Refused(Exception):
+class ApiRefused(Exception):
     """The API server has answered with an error."""
 
     def __init__(self, status: int, message: str, retry_after_s: float = 0.0) -> None:
@@ -89,7 +89,7 @@ class Status(msgspec.Struct):
     code: int = 0
 
 
-def refusal_of(response: httpx2.Response) -> Refused:
+def refusal_of(response: httpx2.Response) -> ApiRefused:
     """Return what a response with an error says; proxies and the server's limits answer with plain text."""
     try:
         message = msgspec.json.decode(response.content, type=Status).message
@@ -97,7 +97,7 @@ def refusal_of(response: httpx2.Response) -> Refused:
         message = " ".join(response.text[:200].split())
     after = response.headers.get("retry-after", "")
     wait_s = min(float(after), _RETRY_AFTER_MAX_S) if after.isascii() and after.isdecimal() else 0.0
-    return Refused(response.status_code, message or response.reason_phrase, wait_s)
+    return ApiRefused(response.status_code, message or response.reason_phrase, wait_s)
 
 
 async def close_client(client: httpx2.AsyncClient) -> None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvroute.kube.api.objects import ObjectMeta
 
 
-class Stored(Protocol):
+class StoredObject(Protocol):
     """A Struct of an object of the API server."""
 
     @property
@@ -23,7 +23,7 @@ class Stored(Protocol):
         """Its name and version."""
 
 
-Object = TypeVar("Object", bound=Stored)
+Object = TypeVar("Object", bound=StoredObject)
 Key = tuple[str, str]
 """Namespace and name; the namespace is empty for nodes."""
 
@@ -38,7 +38,7 @@ class WatchEvent(msgspec.Struct, frozen=True):
     object: msgspec.Raw = msgspec.Raw(b"{}")
 
 
-class Store(Generic[Object]):
+class ObjectStore(Generic[Object]):
     """Objects by key, and the point from which a watch can continue.
 
     The caller lists if `version` is empty, and else watches from `version`. Each attempt begins with `attempt`, whose
@@ -109,5 +109,5 @@ class Store(Generic[Object]):
         )
 
 
-def _key(found: Stored) -> Key:
+def _key(found: StoredObject) -> Key:
     return found.metadata.namespace, found.metadata.name

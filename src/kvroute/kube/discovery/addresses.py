@@ -171,7 +171,7 @@ def _bootstrap_port(source: Source, role: Role, protocol: KvProtocol) -> int:
     command = source.command
     if not TRAITS[protocol].needs_bootstrap:
         return _connector_port(source)
-    variables = {each.name: each.value for each in source.container.env or []}
+    variables = {variable.name: variable.value for variable in source.container.env or []}
     given = (
         _port(source.pod.annotations.get(BOOTSTRAP_PORT_ALIAS, "")),
         command.number("--disaggregation-bootstrap-port") if command is not None else None,

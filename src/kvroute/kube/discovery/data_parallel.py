@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvroute.kube.api.command_line import EngineCommand
-from kvroute.kube.api.objects import Pod
+from kvroute.kube.api.objects import KubePod
 from kvroute.kube.discovery.labels import DP, DP_ALIAS, DP_START_ALIAS, PORT, WORKER_INDEX
 from kvroute.types import TRAITS, InputError, KvProtocol
 
@@ -29,7 +29,7 @@ class Ranks:
 
 
 def ranks_of(
-    pod: Pod, command: EngineCommand | None, protocol: KvProtocol, ports: int, warnings: list[InputError]
+    pod: KubePod, command: EngineCommand | None, protocol: KvProtocol, ports: int, warnings: list[InputError]
 ) -> Ranks:
     """Return the ranks of a pod.
 
@@ -63,7 +63,7 @@ def serves_its_ranks(command: EngineCommand | None) -> bool:
     return command is not None and command.has(*_HYBRID) and not command.has("--headless")
 
 
-def _first(pod: Pod, command: EngineCommand | None, count: int) -> int:
+def _first(pod: KubePod, command: EngineCommand | None, count: int) -> int:
     """Return the number of the pod's first rank in the whole engine. Scripts compute it from the index of the pod in
     its group; pods of one engine have equal numbers of ranks then."""
     labelled = pod.labels.get(DP_START_ALIAS, "")

@@ -14,18 +14,25 @@ from msgspec.structs import replace
 
 from kvroute.kube.api.client import Access
 from kvroute.kube.api.informer import DEFAULT_TIMING, Informer, Timing
-from kvroute.kube.api.objects import Node, Pod
+from kvroute.kube.api.objects import KubeNode, KubePod
 from kvroute.kube.api.requests import NODES, PODS, Selection
-from kvroute.kube.api.store import Key, Store
+from kvroute.kube.api.store import Key, ObjectStore
 from kvroute.kube.discovery.labels import KEPT_ANNOTATIONS
 from kvroute.kube.discovery.places import DEFAULT_LEVELS, LevelKeys
-from kvroute.kube.discovery.pods import Finding, Reading, ReadOptions, merged, read_pod, read_pods
+from kvroute.kube.discovery.pods import (
+    PodFinding,
+    PodReading,
+    PodReadSpec,
+    merged,
+    read_pod,
+    read_pods,
+)
 from kvroute.types import InputError
 from kvroute.types.discovered import Reporter
 
 
 @dataclass(frozen=True, slots=True)
-class DiscoveryOptions:
+class DiscoverySpec:
     """Which pods are engines of this cluster, and how they are followed."""
 
     namespace: str | None = None
@@ -55,8 +62,8 @@ class KubernetesDiscovery:
     def __init__(
         self,
         access: Access,
-        options: DiscoveryOptions,
-        on_findings: Callable[[tuple[Finding, ...]], None] = lambda _: None,
+        options: DiscoverySpec,
+        on_findings: Callable[[tuple[PodFinding, ...]], None] = lambda _: None,
     ) -> None:
         """
         Args:
@@ -66,10 +73,10 @@ class KubernetesDiscovery:
             InputError: there is no usable kubeconfig.
         """
         self._options, self._on_findings = options, on_findings
-        self._pods = Store(kept_pod)
-        self._nodes = Store(kept_node(options.levels))
-        self._readings: dict[Key, Reading] = {}
-        self._joined: Reading | None = None
+        self._pods = ObjectStore(kept_pod)
+        self._nodes = ObjectStore(kept_node(options.levels))
+        self._readings: dict[Key, PodReading] = {}
+        self._joined: PodReading | None = None
         """All readings together; None: nothing has been read."""
         self._dirty: set[Key] = set()
         self._changed = asyncio.Event()
@@ -94,7 +101,7 @@ class KubernetesDiscovery:
             group.create_task(self._pod_informer.run())
             group.create_task(self._node_informer.run())
             await self._first_lists()
-            last: Reading | None = None
+            last: PodReading | None = None
             while True:
                 reading = self._read()
                 if last is None or reading.engines != last.engines:
@@ -122,13 +129,13 @@ class KubernetesDiscovery:
         self._dirty |= {key for key, pod in self._pods.objects.items() if everywhere or pod.spec.node_name in names}
         self._changed.set()
 
-    def _read(self) -> Reading:
+    def _read(self) -> PodReading:
         """Read the pods that have changed or whose node has changed, and join all readings if one is another one."""
         self._changed.clear()
         dirty, self._dirty = self._dirty, set()
         if self._nodes.synced and not self._nodes_known:
             self._nodes_known, dirty = True, set(self._pods.objects)
-        options = ReadOptions(
+        options = PodReadSpec(
             self._options.levels, bool(self._options.selector), self._nodes_known, self._options.ports
         )
         same = True
@@ -137,23 +144,23 @@ class KubernetesDiscovery:
             now = None if pod is None else read_pod(pod, self._nodes.objects.get(("", pod.spec.node_name)), options)
             if now is not None:
                 self._readings[key] = now
-            same = same and (now or Reading()) == (before or Reading())
+            same = same and (now or PodReading()) == (before or PodReading())
         if self._joined is None or not same:
             self._joined = merged(self._readings.values())
         return self._joined
 
 
-def kept_pod(pod: Pod) -> Pod:
+def kept_pod(pod: KubePod) -> KubePod:
     """Return a pod without the annotations that discovery does not read."""
     annotations = {key: value for key, value in pod.annotations.items() if key in KEPT_ANNOTATIONS}
     return replace(pod, metadata=replace(pod.metadata, annotations=annotations or None))
 
 
-def kept_node(levels: LevelKeys) -> Callable[[Node], Node]:
+def kept_node(levels: LevelKeys) -> Callable[[KubeNode], KubeNode]:
     """Return the function that reduces a node to the labels of the levels."""
     keys = levels.all_keys()
 
-    def kept(node: Node) -> Node:
+    def kept(node: KubeNode) -> KubeNode:
         labels = {key: value for key, value in node.labels.items() if key in keys}
         return replace(node, metadata=replace(node.metadata, labels=labels, annotations=None))
 
@@ -164,20 +171,20 @@ def kept_node(levels: LevelKeys) -> Callable[[Node], Node]:
 class Listing:
     """What discovery finds at one moment."""
 
-    reading: Reading
+    reading: PodReading
     pods: int
     """Number of pods that were read."""
     nodes_failure: str
     """Why nodes could not be listed; empty if they could."""
 
 
-async def read_once(access: Access, options: DiscoveryOptions) -> Listing:
+async def read_once(access: Access, options: DiscoverySpec) -> Listing:
     """Return what discovery would find now.
 
     Raises:
         InputError: there is no usable kubeconfig, or the server does not list the pods.
     """
-    pods, nodes = Store(kept_pod), Store(kept_node(options.levels))
+    pods, nodes = ObjectStore(kept_pod), ObjectStore(kept_node(options.levels))
     selection = options.selection(access)
     await Informer(access.connect, PODS, selection, pods, lambda _: None, options.timing).list_once()
     failure = ""
@@ -186,6 +193,6 @@ async def read_once(access: Access, options: DiscoveryOptions) -> Listing:
     except InputError as error:
         failure = str(error)
     by_name = {name: node for (_, name), node in nodes.objects.items()}
-    read_options = ReadOptions(options.levels, bool(options.selector), not failure, options.ports)
+    read_options = PodReadSpec(options.levels, bool(options.selector), not failure, options.ports)
     found = pods.objects.values()
     return Listing(read_pods(found, by_name, read_options), len(found), failure)

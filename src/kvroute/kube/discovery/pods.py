@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from kvroute.kube.api.objects import Node, Pod
+from kvroute.kube.api.objects import KubeNode, KubePod
 from kvroute.kube.discovery.addresses import addresses_of
 from kvroute.kube.discovery.labels import TIMING
 from kvroute.kube.discovery.places import DEFAULT_LEVELS, LevelKeys, fitting, place_of
@@ -21,7 +21,7 @@ from kvroute.types.discovered import Discovered
 Effect = Literal["left out", "warning", "waiting"]
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class PodFinding(msgspec.Struct, frozen=True, kw_only=True):
     """Something about one pod, or about an InferencePool, that its owner should know."""
 
     pod: str
@@ -40,15 +40,15 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PodReading:
     """What pods give: engines ascending by name, and findings ascending by pod."""
 
     engines: tuple[Discovered, ...] = ()
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[PodFinding, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class ReadOptions:
+class PodReadSpec:
     """How pods are read."""
 
     levels: LevelKeys = DEFAULT_LEVELS
@@ -60,10 +60,12 @@ class ReadOptions:
     """Ports of each pod that an InferencePool gives; empty: there is no pool."""
 
 
-DEFAULT_OPTIONS = ReadOptions()
+DEFAULT_OPTIONS = PodReadSpec()
 
 
-def read_pods(pods: Iterable[Pod], nodes: Mapping[str, Node], options: ReadOptions = DEFAULT_OPTIONS) -> Reading:
+def read_pods(
+    pods: Iterable[KubePod], nodes: Mapping[str, KubeNode], options: PodReadSpec = DEFAULT_OPTIONS
+) -> PodReading:
     """Return the engines of all pods; the order of the pods has no effect.
 
     Args:
@@ -72,14 +74,14 @@ def read_pods(pods: Iterable[Pod], nodes: Mapping[str, Node], options: ReadOptio
     return merged(read_pod(pod, nodes.get(pod.spec.node_name), options) for pod in pods)
 
 
-def merged(readings: Iterable[Reading]) -> Reading:
+def merged(readings: Iterable[PodReading]) -> PodReading:
     """Join the readings of single pods.
 
     Of engines with one address only one is kept, a ready one if there is any: an address is used again when its pod
     has ended.
     """
     engines: list[Discovered] = []
-    findings: list[Finding] = []
+    findings: list[PodFinding] = []
     for reading in readings:
         engines += reading.engines
         findings += reading.findings
@@ -88,10 +90,10 @@ def merged(readings: Iterable[Reading]) -> Reading:
         engines = _without_duplicates(engines, findings)
     engines.sort(key=attrgetter("name"))
     findings.sort(key=lambda finding: (finding.pod, finding.field, finding.what, finding.hint))
-    return Reading(tuple(engines), tuple(dict.fromkeys(findings)))
+    return PodReading(tuple(engines), tuple(dict.fromkeys(findings)))
 
 
-def _without_duplicates(engines: Iterable[Discovered], findings: list[Finding]) -> list[Discovered]:
+def _without_duplicates(engines: Iterable[Discovered], findings: list[PodFinding]) -> list[Discovered]:
     """Return one engine of each name and each address; a ready one whose address another one has is a finding."""
     owners: dict[str, str] = {}
     names: set[str] = set()
@@ -114,7 +116,7 @@ def _without_duplicates(engines: Iterable[Discovered], findings: list[Finding]) 
     return kept
 
 
-def read_pod(pod: Pod, node: Node | None, options: ReadOptions = DEFAULT_OPTIONS) -> Reading:
+def read_pod(pod: KubePod, node: KubeNode | None, options: PodReadSpec = DEFAULT_OPTIONS) -> PodReading:
     """Return the engines of one pod: none, one, or one for each data-parallel rank, behind one port or on their own.
 
     Args:
@@ -122,26 +124,30 @@ def read_pod(pod: Pod, node: Node | None, options: ReadOptions = DEFAULT_OPTIONS
     """
     name = f"{pod.metadata.namespace}/{pod.metadata.name}"
     if pod.status.phase in ("Succeeded", "Failed"):
-        return Reading()
+        return PodReading()
     warnings: list[InputError] = []
     try:
         engines = _engines(pod, node, options, warnings)
     except InputError as fault:
         effect: Effect = "waiting" if fault.where == _ADDRESS else "left out"
-        return Reading(findings=(_finding(name, effect, fault.where, fault.what, fault.hint),))
+        return PodReading(findings=(_finding(name, effect, fault.where, fault.what, fault.hint),))
     if not engines:
-        return Reading()
-    return Reading(engines, tuple(_finding(name, "warning", each.where, each.what, each.hint) for each in warnings))
+        return PodReading()
+    return PodReading(
+        engines, tuple(_finding(name, "warning", warning.where, warning.what, warning.hint) for warning in warnings)
+    )
 
 
 _ADDRESS = "status.podIP"
 
 
-def _finding(pod: str, effect: Effect, field: str, what: str, hint: str = "") -> Finding:
-    return Finding(pod=pod, effect=effect, field=field, what=what, hint=hint)
+def _finding(pod: str, effect: Effect, field: str, what: str, hint: str = "") -> PodFinding:
+    return PodFinding(pod=pod, effect=effect, field=field, what=what, hint=hint)
 
 
-def _engines(pod: Pod, node: Node | None, options: ReadOptions, warnings: list[InputError]) -> tuple[Discovered, ...]:
+def _engines(
+    pod: KubePod, node: KubeNode | None, options: PodReadSpec, warnings: list[InputError]
+) -> tuple[Discovered, ...]:
     source = replace(source_of(pod), ports=options.ports)
     role = role_of(source, options.selected, warnings)
     if role is None:

@@ -10,9 +10,9 @@ from kvroute.kube.api.client import Access
 from kvroute.kube.api.inference_pool import InferencePool, Members, members_of, not_installed
 from kvroute.kube.api.informer import Informer
 from kvroute.kube.api.requests import POOLS, Selection
-from kvroute.kube.api.store import Key, Store
-from kvroute.kube.discovery.engines import DiscoveryOptions, KubernetesDiscovery
-from kvroute.kube.discovery.pods import Effect, Finding
+from kvroute.kube.api.store import Key, ObjectStore
+from kvroute.kube.discovery.engines import DiscoverySpec, KubernetesDiscovery
+from kvroute.kube.discovery.pods import Effect, PodFinding
 from kvroute.kube.discovery.pool_picker import PickerCheck, Services
 from kvroute.types import InputError, OwnPicker
 from kvroute.types.discovered import Discovered, Reporter
@@ -26,7 +26,7 @@ class _Followed:
 
     discovery: KubernetesDiscovery
     engines: tuple[Discovered, ...] = ()
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[PodFinding, ...] = ()
     task: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
@@ -45,10 +45,10 @@ class PoolDiscovery:
     def __init__(
         self,
         access: Access,
-        options: DiscoveryOptions,
+        options: DiscoverySpec,
         pool: str,
         own: OwnPicker | None = None,
-        on_findings: Callable[[tuple[Finding, ...]], None] = lambda _: None,
+        on_findings: Callable[[tuple[PodFinding, ...]], None] = lambda _: None,
     ) -> None:
         """
         Args:
@@ -64,7 +64,7 @@ class PoolDiscovery:
         namespace = options.selection(access).namespace
         self._options = replace(options, namespace=namespace)
         self._key: Key = (namespace, pool)
-        self._pools: Store[InferencePool] = Store()
+        self._pools: ObjectStore[InferencePool] = ObjectStore()
         self._changed = asyncio.Event()
         selection = Selection(namespace, name=pool)
         self._informer = Informer(
@@ -121,8 +121,8 @@ class PoolDiscovery:
     def _follow(self, members: Members | None, tasks: asyncio.TaskGroup, report: Reporter) -> None:
         """Follow other pods or ports; None: there are none."""
         ending = [self._next] if members is not None else [self._next, self._serving, self._former]
-        for each in filter(None, ending):
-            each.stop()
+        for followed in filter(None, ending):
+            followed.stop()
         self._next = None
         if members is None:
             self._serving = self._former = None
@@ -160,15 +160,15 @@ class PoolDiscovery:
         """Return the engines of the pool, and during a handover the former ones that have neither name nor address of
         one of them."""
         current = self._serving.engines if self._serving is not None else ()
-        names, urls = {each.name for each in current}, {each.endpoint.url for each in current}
+        names, urls = {engine.name for engine in current}, {engine.endpoint.url for engine in current}
         former = [
-            each
-            for each in (self._former.engines if self._former is not None else ())
-            if each.name not in names and each.endpoint.url not in urls
+            engine
+            for engine in (self._former.engines if self._former is not None else ())
+            if engine.name not in names and engine.endpoint.url not in urls
         ]
         return tuple(sorted((*current, *former), key=lambda engine: engine.name))
 
-    def _found(self, followed: _Followed, findings: tuple[Finding, ...]) -> None:
+    def _found(self, followed: _Followed, findings: tuple[PodFinding, ...]) -> None:
         followed.findings = findings
         self._tell()
 
@@ -177,7 +177,7 @@ class PoolDiscovery:
         of_pool = (*self._findings("left out", self._faults), *self._findings("warning", self._picker.faults))
         self._on_findings((*of_pool, *pods))
 
-    def _findings(self, effect: Effect, faults: Iterable[InputError]) -> Iterable[Finding]:
+    def _findings(self, effect: Effect, faults: Iterable[InputError]) -> Iterable[PodFinding]:
         name = f"InferencePool {'/'.join(self._key)}"
-        for each in faults:
-            yield Finding(pod=name, effect=effect, field=each.where, what=each.what, hint=each.hint)
+        for fault in faults:
+            yield PodFinding(pod=name, effect=effect, field=fault.where, what=fault.what, hint=fault.hint)

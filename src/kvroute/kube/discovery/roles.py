@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Literal, cast, get_args
 
 from kvroute.kube.api.command_line import EngineCommand, engine_command
-from kvroute.kube.api.objects import Container, Pod
+from kvroute.kube.api.objects import Container, KubePod
 from kvroute.kube.discovery.data_parallel import serves_its_ranks
 from kvroute.kube.discovery.labels import (
     CONTAINER,
@@ -35,7 +35,7 @@ _SHARD_OPTIONS = {
 class Source:
     """A pod and its container that runs the engine."""
 
-    pod: Pod
+    pod: KubePod
     container: Container
     command: EngineCommand | None
     """None: the container's command line is not that of a known engine."""
@@ -47,7 +47,7 @@ class Source:
         return self.pod.value(key)
 
 
-def source_of(pod: Pod) -> Source:
+def source_of(pod: KubePod) -> Source:
     """Return the container that a label names, else the first one that starts a known engine, else the first one.
 
     Raises:
@@ -109,7 +109,7 @@ def _follows(source: Source) -> bool:
     return command is not None and (command.has("--headless") or (command.number("--node-rank") or 0) > 0)
 
 
-def _labelled(pod: Pod) -> Role | Literal["none"] | None:
+def _labelled(pod: KubePod) -> Role | Literal["none"] | None:
     own = pod.value(ROLE)
     if own:
         if own != NOT_AN_ENGINE and own not in get_args(Role):

@@ -10,7 +10,7 @@ import msgspec
 
 from kvroute.kube.api.requests import close_client, refusal_of
 from kvroute.kube.operator.observed import MANAGED_BY
-from kvroute.kube.operator.rights import RIGHTS, Kind
+from kvroute.kube.operator.rights import RIGHTS, ResourceKind
 from kvroute.kube.resources import Object
 
 _TIMEOUT_S = 15.0
@@ -29,48 +29,48 @@ class ApiCalls:
         self._connect = connect
         self._client: httpx2.AsyncClient | None = None
 
-    async def get(self, kind: Kind, namespace: str, name: str) -> dict[str, Any] | None:
+    async def get(self, kind: ResourceKind, namespace: str, name: str) -> dict[str, Any] | None:
         """Return an object with `apiVersion` and `kind`; None if it, or its kind, does not exist."""
         response = await self._send("get", "GET", kind, kind.path(namespace, name))
         return _object(response, kind, absent=404)
 
-    async def create(self, kind: Kind, namespace: str, obj: Object) -> dict[str, Any] | None:
+    async def create(self, kind: ResourceKind, namespace: str, obj: Object) -> dict[str, Any] | None:
         """Create an object; None if one of that name exists."""
         response = await self._send("create", "POST", kind, kind.path(namespace), obj)
         return _object(response, kind, absent=409)
 
-    async def update(self, kind: Kind, namespace: str, obj: Object) -> dict[str, Any] | None:
+    async def update(self, kind: ResourceKind, namespace: str, obj: Object) -> dict[str, Any] | None:
         """Replace an object that has the resourceVersion of `obj`; None if it has another one."""
         path = kind.path(namespace, obj["metadata"]["name"])
         return _object(await self._send("update", "PUT", kind, path, obj), kind, absent=409)
 
-    async def apply(self, kind: Kind, obj: Object, sub: str = "") -> None:
+    async def apply(self, kind: ResourceKind, obj: Object, sub: str = "") -> None:
         """Apply an object by server-side apply, with force."""
         metadata = obj["metadata"]
         path = kind.path(metadata.get("namespace", ""), metadata["name"], sub)
         parameters = {"fieldManager": MANAGED_BY, "force": "true"}
         _check(await self._send("patch", "PATCH", kind, path, obj, _APPLY, parameters, sub=sub))
 
-    async def patch(self, kind: Kind, namespace: str, name: str, change: Object) -> None:
+    async def patch(self, kind: ResourceKind, namespace: str, name: str, change: Object) -> None:
         """Send a JSON merge patch; with `metadata.resourceVersion` it fails with 409 if the object has changed."""
         path = kind.path(namespace, name)
         _check(await self._send("patch", "PATCH", kind, path, change, _MERGE, {"fieldManager": MANAGED_BY}))
 
-    async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
+    async def delete(self, kind: ResourceKind, namespace: str, name: str, uid: str) -> None:
         """Delete an object if it has this UID; do nothing if it does not exist, or has another one."""
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
         response = await self._send("delete", "DELETE", kind, kind.path(namespace, name), body)
         if response.status_code not in (404, 409):
             _check(response)
 
-    async def serves(self, kind: Kind) -> bool:
+    async def serves(self, kind: ResourceKind) -> bool:
         """Return True if the server has a kind; every user may ask for that."""
         response = await self._request("GET", f"apis/{kind.api_version}")
         if response.status_code == 404:
             return False
         _check(response)
         resources = msgspec.json.decode(response.content).get("resources") or ()
-        return any(each.get("name") == kind.plural for each in resources)
+        return any(resource.get("name") == kind.plural for resource in resources)
 
     async def close(self) -> None:
         """Close the connection; the next call opens another one, with new credentials."""
@@ -82,7 +82,7 @@ class ApiCalls:
         self,
         verb: str,
         method: str,
-        kind: Kind,
+        kind: ResourceKind,
         path: str,
         body: Object | None = None,
         content_type: str = "application/json",
@@ -120,7 +120,7 @@ def _check(response: httpx2.Response) -> None:
         raise refusal_of(response)
 
 
-def _object(response: httpx2.Response, kind: Kind, *, absent: int) -> dict[str, Any] | None:
+def _object(response: httpx2.Response, kind: ResourceKind, *, absent: int) -> dict[str, Any] | None:
     if response.status_code == absent:
         return None
     _check(response)

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 
 import httpx2
 
-from kvroute.kube.admission.validation import ClusterView
+from kvroute.kube.admission.validation import AdmissionView
 from kvroute.kube.api.informer import ABSENT, DEFAULT_TIMING, Informer, Timing
 from kvroute.kube.api.requests import Selection
-from kvroute.kube.api.store import Store
+from kvroute.kube.api.store import ObjectStore
 from kvroute.kube.operator.api_calls import ApiCalls
 from kvroute.kube.operator.gateway_workload import GATEWAY_LABEL
-from kvroute.kube.operator.observed import Observed, OperatorSettings
+from kvroute.kube.operator.observed import Observed, OperatorSpec
 from kvroute.kube.operator.pod_labels import WRITTEN
-from kvroute.kube.operator.rights import BINDINGS, GROVE, NODES, OWNED, PODS, ROUTERS, TOPOLOGIES, Kind
+from kvroute.kube.operator.rights import BINDINGS, GROVE, NODES, OWNED, PODS, ROUTERS, TOPOLOGIES, ResourceKind
 from kvroute.kube.operator.routers import read_catalog
 from kvroute.kube.operator.watched import WATCHED, WatchedObject, as_json, resource_of
 from kvroute.kube.resources import Object
@@ -31,8 +31,8 @@ ABSENT_S = 60.0
 class _Followed:
     """One kind with its cache."""
 
-    kind: Kind
-    store: Store[WatchedObject]
+    kind: ResourceKind
+    store: ObjectStore[WatchedObject]
     informer: Informer[WatchedObject]
 
     @property
@@ -48,7 +48,7 @@ class _Followed:
         return tuple(as_json(self.kind, each) for _, each in sorted(self.store.objects.items()))
 
 
-class Caches:
+class WatchedObjects:
     """Follows KvRouters, topologies, nodes and pods of the whole cluster."""
 
     def __init__(
@@ -63,9 +63,9 @@ class Caches:
             on_change: called after each change of what is kept.
             absent_s: highest pause between two looks for a kind that need not be installed.
         """
-        self._followed: dict[Kind, _Followed] = {}
+        self._followed: dict[ResourceKind, _Followed] = {}
         for kind, keep in WATCHED:
-            store = Store(keep)
+            store = ObjectStore(keep)
             pauses = replace(timing, absent_max_s=absent_s) if kind in GROVE else timing
             informer = Informer(connect, resource_of(kind), Selection(), store, lambda _: on_change(), pauses)
             self._followed[kind] = _Followed(kind, store, informer)
@@ -81,15 +81,15 @@ class Caches:
         """Whether each kind has been listed, or does not exist."""
         return self._known(*self._followed)
 
-    def view(self) -> ClusterView | None:
+    def view(self) -> AdmissionView | None:
         """Return what admission checks read; None until it is complete."""
         if not self._known(ROUTERS, TOPOLOGIES, *GROVE):
             return None
         routers = self._followed[ROUTERS].objects()
-        observed = Observed(OperatorSettings(""), routers, self._topologies(), self._grove())
-        return ClusterView(read_catalog(observed), routers)
+        observed = Observed(OperatorSpec(""), routers, self._topologies(), self._grove())
+        return AdmissionView(read_catalog(observed), routers)
 
-    async def snapshot(self, calls: ApiCalls, settings: OperatorSettings, *, service_monitors: bool) -> Observed:
+    async def snapshot(self, calls: ApiCalls, settings: OperatorSpec, *, service_monitors: bool) -> Observed:
         """Return everything that a reconcile needs. Objects of gateways are read by name, from the server itself."""
         routers = self._followed[ROUTERS].objects()
         pods = self._pods(routers)
@@ -105,7 +105,7 @@ class Caches:
             service_monitors=service_monitors,
         )
 
-    def _known(self, *kinds: Kind) -> bool:
+    def _known(self, *kinds: ResourceKind) -> bool:
         return all(self._followed[kind].known for kind in kinds)
 
     def _pods(self, routers: Iterable[Object]) -> tuple[Object, ...]:
@@ -129,7 +129,7 @@ class Caches:
 
 
 async def _owned(
-    calls: ApiCalls, settings: OperatorSettings, routers: Iterable[Object], service_monitors: bool
+    calls: ApiCalls, settings: OperatorSpec, routers: Iterable[Object], service_monitors: bool
 ) -> tuple[Object, ...]:
     """Read the objects with names that the operator uses, a few at a time."""
     kinds = [kind for kind in OWNED if service_monitors or kind.kind != "ServiceMonitor"]
@@ -141,11 +141,11 @@ async def _owned(
             names.append((kind, metadata["namespace"], name))
     limit = asyncio.Semaphore(_PARALLEL_READS)
 
-    async def read(kind: Kind, namespace: str, name: str) -> Object | None:
+    async def read(kind: ResourceKind, namespace: str, name: str) -> Object | None:
         async with limit:
             return await calls.get(kind, namespace, name)
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(read(*each)) for each in names]
+        tasks = [group.create_task(read(*name)) for name in names]
     found = [task.result() for task in tasks]
     return tuple(obj for obj in found if obj is not None)

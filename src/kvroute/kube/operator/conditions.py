@@ -18,7 +18,7 @@ from kvroute.kube.resources.status import Condition, EngineCounts, KvRouterStatu
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ConditionFinding:
     """One condition before it is compared with the last one."""
 
     type: Literal["Ready", "TopologyResolved", "EnginesLabelled"]
@@ -28,7 +28,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class StatusCounts:
     """Numbers of the status."""
 
     ready_replicas: int
@@ -51,7 +51,9 @@ def gateway_pods(router: Object, pods: Sequence[Object]) -> list[Object]:
     return sorted((pod for pod in near if wanted <= labels_of(pod).items()), key=name_of)
 
 
-def status_changes(router: Object, findings: Sequence[Finding], counts: Counts, now: float) -> Iterator[Action]:
+def status_changes(
+    router: Object, findings: Sequence[ConditionFinding], counts: StatusCounts, now: float
+) -> Iterator[Action]:
     """Yield Events for conditions that have changed, then the new status; nothing if the status is as it should be.
 
     Args:
@@ -60,7 +62,7 @@ def status_changes(router: Object, findings: Sequence[Finding], counts: Counts, 
         counts: numbers of the status.
         now: Unix time in seconds, used for conditions that change.
     """
-    before = {each["type"]: each for each in (router.get("status") or {}).get("conditions") or ()}
+    before = {condition["type"]: condition for condition in (router.get("status") or {}).get("conditions") or ()}
     generation = int(router["metadata"].get("generation") or 0)
     conditions = []
     for finding in findings:
@@ -86,7 +88,7 @@ def status_changes(router: Object, findings: Sequence[Finding], counts: Counts, 
         conditions=conditions,
     )
     wanted = _with_zeros(status)
-    if not covers(wanted, router.get("status") or {}) or before.keys() != {each.type for each in findings}:
+    if not covers(wanted, router.get("status") or {}) or before.keys() != {finding.type for finding in findings}:
         yield SetStatus(ref_of(router), wanted)
 
 
@@ -102,7 +104,7 @@ def _with_zeros(value: msgspec.Struct) -> dict[str, Any]:
     return found
 
 
-def _event(router: Object, finding: Finding, old: Object) -> Emit:
+def _event(router: Object, finding: ConditionFinding, old: Object) -> Emit:
     good = finding.status == "True" or finding.reason == "NoConstraint"
     occasion = f"{router['metadata'].get('generation')} {old.get('lastTransitionTime', '')}"
     kind: Literal["Normal", "Warning"] = "Normal" if good else "Warning"

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import httpx2
 
-from kvroute.kube.admission.certificates import Pair, webhook_names
-from kvroute.kube.admission.injection import InjectionSettings
+from kvroute.kube.admission.certificates import CertificatePair, webhook_names
+from kvroute.kube.admission.injection import InjectionSpec
 from kvroute.kube.admission.router_checks import FileCheck
 from kvroute.kube.admission.server import WebhookServer
-from kvroute.kube.admission.validation import ClusterView
+from kvroute.kube.admission.validation import AdmissionView
 from kvroute.kube.api.informer import DEFAULT_TIMING, Timing
-from kvroute.kube.api.requests import Refused
+from kvroute.kube.api.requests import ApiRefused
 from kvroute.kube.operator.api_calls import ApiCalls
-from kvroute.kube.operator.caches import ABSENT_S, Caches
-from kvroute.kube.operator.election import GIVE_UP_S, RENEW_S, Candidate, Create, Update
+from kvroute.kube.operator.caches import ABSENT_S, WatchedObjects
+from kvroute.kube.operator.election import GIVE_UP_S, RENEW_S, Create, LeaderCandidate, Update
 from kvroute.kube.operator.execution import FAILURES, Execution
-from kvroute.kube.operator.observed import OperatorSettings
+from kvroute.kube.operator.observed import OperatorSpec
 from kvroute.kube.operator.reconcile import reconcile
 from kvroute.kube.operator.rights import LEASE, LEASES, OWNED
 from kvroute.kube.operator.webhook_certificates import current_pair, pair_of_folder
@@ -35,10 +35,10 @@ _RELEASES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class DriverSettings:
+class OperatorDriverSpec:
     """How the operator runs."""
 
-    operator: OperatorSettings
+    operator: OperatorSpec
     identity: str
     """Name in the Lease, unique among operators: the pod's name."""
     port: int | None = 9443
@@ -69,17 +69,17 @@ class DriverSettings:
 class OperatorDriver:
     """Runs until it is cancelled."""
 
-    def __init__(self, connect: Callable[[], httpx2.AsyncClient], settings: DriverSettings) -> None:
+    def __init__(self, connect: Callable[[], httpx2.AsyncClient], settings: OperatorDriverSpec) -> None:
         self._settings = settings
         self._changed = asyncio.Event()
-        self._caches = Caches(connect, self._changed.set, settings.timing, settings.absent_s)
+        self._caches = WatchedObjects(connect, self._changed.set, settings.timing, settings.absent_s)
         self._calls, self._lease_calls, self._certificate_calls = (ApiCalls(connect) for _ in range(3))
-        self._candidate = Candidate(settings.identity, settings.give_up_s)
+        self._candidate = LeaderCandidate(settings.identity, settings.give_up_s)
         self._webhook: WebhookServer | None = None
         self._service_monitors, self._service_monitors_due_s = False, 0.0
         self.webhook_port = 0
         """Port on which the webhook listens; 0: it does not listen yet."""
-        self.pair: Pair | None = None
+        self.pair: CertificatePair | None = None
         """The certificate that the webhook serves."""
 
     @property
@@ -101,7 +101,7 @@ class OperatorDriver:
 
     async def _end(self) -> None:
         """Give up the Lease, so that another operator leads at once, and close everything."""
-        with contextlib.suppress(Refused, *FAILURES):
+        with contextlib.suppress(ApiRefused, *FAILURES):
             for _ in range(_RELEASES):  # a renewal in progress may still change the Lease
                 lease = await self._lease_calls.get(LEASES, self._settings.operator.namespace, LEASE)
                 step = self._candidate.release(lease, time.time())
@@ -123,7 +123,7 @@ class OperatorDriver:
                     self._candidate.written(before)
                 else:
                     self._candidate.lost()
-            except (Refused, *FAILURES) as error:
+            except (ApiRefused, *FAILURES) as error:
                 _LOGGER.warning("the Lease cannot be read or written: %s", error)
             if self.leads != led:
                 led = self.leads
@@ -177,11 +177,11 @@ class OperatorDriver:
             observed = await self._caches.snapshot(self._calls, settings, service_monitors=service_monitors)
             await execution.run(reconcile(observed, time.time()))
             return execution.failures > 0, execution.retry_after_s
-        except (Refused, *FAILURES) as error:
+        except (ApiRefused, *FAILURES) as error:
             failure: BaseException = error
         except ExceptionGroup as group:
             failure = group.exceptions[0]
-            if not isinstance(failure, (Refused, *FAILURES)):
+            if not isinstance(failure, (ApiRefused, *FAILURES)):
                 raise
         _LOGGER.warning("the API server refuses or does not answer: %s", failure)
         return True, 0.0
@@ -199,26 +199,26 @@ class OperatorDriver:
         while True:
             try:
                 pair = await self._pair(names)
-            except (Refused, *FAILURES) as error:
+            except (ApiRefused, *FAILURES) as error:
                 _LOGGER.warning("the webhook's certificate cannot be read or written: %s", error)
                 pair = None
             if pair is not None and pair != self.pair:
                 await self._serve(pair, port)
             await asyncio.sleep(self._settings.certificates_s if pair is not None else min(2.0, self._settings.renew_s))
 
-    async def _pair(self, names: tuple[str, ...]) -> Pair | None:
+    async def _pair(self, names: tuple[str, ...]) -> CertificatePair | None:
         if self._settings.certificates is not None:
             return pair_of_folder(self._settings.certificates)
         return await current_pair(self._certificate_calls, self._settings.operator.namespace, names)
 
-    def _view(self) -> ClusterView | None:
+    def _view(self) -> AdmissionView | None:
         """Return what admission checks read; None until the cluster has been read."""
         view = self._caches.view()
         return None if view is None else replace(view, check_file=self._settings.check_file)
 
-    async def _serve(self, pair: Pair, port: int) -> None:
+    async def _serve(self, pair: CertificatePair, port: int) -> None:
         if self._webhook is None:
-            injection = InjectionSettings(self._settings.operator.image, self._settings.operator.pull_secrets)
+            injection = InjectionSpec(self._settings.operator.image, self._settings.operator.pull_secrets)
             webhook = WebhookServer(self._view, injection, pair)
             self.webhook_port = await webhook.start(self._settings.host, port)
             self._webhook = webhook

@@ -37,7 +37,7 @@ class Update:
 Step: TypeAlias = Create | Update | Literal["wait"]
 
 
-class Candidate:
+class LeaderCandidate:
     """One operator that wants to lead."""
 
     def __init__(self, identity: str, give_up_s: float = GIVE_UP_S) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import httpx2
 
-from kvroute.kube.api.requests import Refused
+from kvroute.kube.api.requests import ApiRefused
 from kvroute.kube.operator.actions import Action, Apply, Delete, Emit, PatchMetadata, SetStatus
 from kvroute.kube.operator.api_calls import ApiCalls
 from kvroute.kube.operator.election import micro_time
 from kvroute.kube.operator.observed import MANAGED_BY, Ref, ref_of
-from kvroute.kube.operator.rights import BINDINGS, EVENTS, OWNED, PODS, ROUTERS, Kind
+from kvroute.kube.operator.rights import BINDINGS, EVENTS, OWNED, PODS, ROUTERS, ResourceKind
 
 _KINDS = {(kind.api_version, kind.kind): kind for kind in (*OWNED, BINDINGS, PODS, ROUTERS)}
 _LOGGER = logging.getLogger("kvroute.operator")
@@ -59,7 +59,7 @@ class Execution:
                 continue
             try:
                 await self._execute(action)
-            except Refused as refused:
+            except ApiRefused as refused:
                 if refused.status == _GONE and isinstance(action, (PatchMetadata, SetStatus)):
                     continue
                 if refused.status in _NEVER and isinstance(action, Emit):
@@ -128,7 +128,7 @@ def event_object(action: Emit, identity: str, clock: float) -> dict[str, Any]:
     }
 
 
-def _kind(ref: Ref) -> Kind:
+def _kind(ref: Ref) -> ResourceKind:
     return _KINDS[ref.api_version, ref.kind]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvroute.kube.operator.actions import signed
 from kvroute.kube.operator.gateway_workload import deployment, gateway_labels, metadata
-from kvroute.kube.operator.observed import MANAGED_BY, MANAGED_BY_LABEL, Observed, OperatorSettings
+from kvroute.kube.operator.observed import MANAGED_BY, MANAGED_BY_LABEL, Observed, OperatorSpec
 from kvroute.kube.resources import KvRouterSpec, Object
 from kvroute.kube.resources.cluster_file import cluster_file
 from kvroute.kube.resources.resolution import ResolvedTopology
@@ -52,7 +52,7 @@ def wanted_objects(
     return [signed(each) for each in objects]
 
 
-def nodes_binding(routers: Iterable[Object], settings: OperatorSettings) -> Object:
+def nodes_binding(routers: Iterable[Object], settings: OperatorSpec) -> Object:
     """Return the ClusterRoleBinding that lets all gateways read nodes."""
     places = sorted((router["metadata"]["namespace"], router["metadata"]["name"]) for router in routers)
     subjects = [{"kind": "ServiceAccount", "namespace": namespace, "name": name} for namespace, name in places]
@@ -70,7 +70,7 @@ def _object(api_version: str, kind: str, meta: dict[str, Any], **fields: Any) ->
     return {"apiVersion": api_version, "kind": kind, "metadata": meta, **fields}
 
 
-def _role_binding(router: Object, settings: OperatorSettings) -> dict[str, Any]:
+def _role_binding(router: Object, settings: OperatorSpec) -> dict[str, Any]:
     name, namespace = router["metadata"]["name"], router["metadata"]["namespace"]
     return _object(
         "rbac.authorization.k8s.io/v1",

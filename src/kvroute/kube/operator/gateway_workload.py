@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvroute.kube.discovery.labels import PREFIX
-from kvroute.kube.operator.observed import MANAGED_BY, MANAGED_BY_LABEL, OperatorSettings
+from kvroute.kube.operator.observed import MANAGED_BY, MANAGED_BY_LABEL, OperatorSpec
 from kvroute.kube.resources import KvRouterSpec, Object
 from kvroute.kube.resources.cluster_file import KEYS_FOLDER
 
@@ -49,12 +49,12 @@ def metadata(router: Object, name: str) -> dict[str, Any]:
     }
 
 
-def used_pull_secrets(spec: KvRouterSpec, settings: OperatorSettings) -> Sequence[str]:
+def used_pull_secrets(spec: KvRouterSpec, settings: OperatorSpec) -> Sequence[str]:
     """Return the names of the Secrets with which the image of a gateway is pulled."""
     return spec.image_pull_secrets or (() if spec.image else settings.pull_secrets)
 
 
-def deployment(router: Object, spec: KvRouterSpec, settings: OperatorSettings, config: str) -> dict[str, Any]:
+def deployment(router: Object, spec: KvRouterSpec, settings: OperatorSpec, config: str) -> dict[str, Any]:
     """Return the Deployment; `config` is the cluster file, whose digest becomes an annotation of the pods."""
     image = spec.image or settings.image
     pull_secrets = used_pull_secrets(spec, settings)

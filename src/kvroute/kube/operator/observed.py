@@ -26,7 +26,7 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorSettings:
+class OperatorSpec:
     """What the installation gives to the operator."""
 
     image: str
@@ -46,7 +46,7 @@ class OperatorSettings:
 class Observed:
     """One snapshot. Objects are those of the API server; lists may be in any order."""
 
-    settings: OperatorSettings
+    settings: OperatorSpec
     routers: tuple[Object, ...] = ()
     topologies: tuple[Object, ...] | None = None
     """kvroute's ClusterTopologies; None: their CustomResourceDefinition is not installed."""
@@ -84,7 +84,7 @@ def is_ready(pod: Object) -> bool:
     if pod["metadata"].get("deletionTimestamp"):
         return False
     conditions = (pod.get("status") or {}).get("conditions") or ()
-    return any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
+    return any(condition.get("type") == "Ready" and condition.get("status") == "True" for condition in conditions)
 
 
 NOT_PULLED = ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName")
@@ -102,4 +102,4 @@ def lacks_image(status: Object, container: str) -> bool:
 def owned_by(obj: Object, owner: Object) -> bool:
     """Return True if `owner` is an owner of an object."""
     references = obj["metadata"].get("ownerReferences") or ()
-    return any(each.get("uid") == owner["metadata"].get("uid") for each in references)
+    return any(reference.get("uid") == owner["metadata"].get("uid") for reference in references)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvroute.kube.discovery.labels import PREFIX
 from kvroute.kube.operator.actions import Action, Apply, Delete, PatchMetadata, up_to_date
-from kvroute.kube.operator.conditions import Counts, engine_counts, gateway_pods, status_changes
+from kvroute.kube.operator.conditions import StatusCounts, engine_counts, gateway_pods, status_changes
 from kvroute.kube.operator.findings import labelling, resolution, router_readiness
 from kvroute.kube.operator.gateway_objects import OPTIONAL, nodes_binding, wanted_objects
 from kvroute.kube.operator.observed import (
@@ -55,13 +55,13 @@ def reconcile(observed: Observed, now: float) -> tuple[Action, ...]:
 def _finalizers(routers: Sequence[RouterView], topologies: Sequence[PodTopology]) -> Iterator[Action]:
     """Add the finalizer to KvRouters with a constraint; remove it from one that ends when its pods have no label to
     remove."""
-    pending = {ref_of(each.pod) for each in topologies if each.unwanted}
+    pending = {ref_of(topology.pod) for topology in topologies if topology.unwanted}
     for router in routers:
         metadata = router.obj["metadata"]
         present = tuple(metadata.get("finalizers") or ())
         needed = not router.ends and router.spec is not None and router.spec.kv_cache_transfer_topology is not None
         waits = router.ends and any(ref_of(pod) in pending for pod in router.pods)
-        wanted = tuple(each for each in present if each != FINALIZER)
+        wanted = tuple(finalizer for finalizer in present if finalizer != FINALIZER)
         if needed or (waits and FINALIZER in present):
             wanted = present if FINALIZER in present else (*present, FINALIZER)
         if wanted != present and (needed or router.ends or router.spec is not None):
@@ -106,14 +106,18 @@ def _router_actions(
     gateways = gateway_pods(router.obj, observed.pods)
     engines = engine_counts(router.pods)
     chosen = {ref_of(pod) for pod in router.pods}
-    missing = {each.pod["metadata"]["name"]: each.missing(nodes) for each in topologies if ref_of(each.pod) in chosen}
+    missing = {
+        topology.pod["metadata"]["name"]: topology.missing(nodes)
+        for topology in topologies
+        if ref_of(topology.pod) in chosen
+    }
     findings = [
         router_readiness(router, gateways, observed.settings, taken),
         resolution(router),
         labelling(router, missing),
     ]
     labelled = sum(not levels for levels in missing.values()) if router.resolved is not None else 0
-    counts = Counts(sum(map(is_ready, gateways)), engines, labelled)
+    counts = StatusCounts(sum(map(is_ready, gateways)), engines, labelled)
     yield from status_changes(router.obj, findings, counts, now)
 
 

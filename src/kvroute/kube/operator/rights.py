@@ -15,7 +15,7 @@ WEBHOOKS = "kvroute"
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ResourceKind:
     """Where the API server has objects of one kind."""
 
     api_version: str
@@ -45,27 +45,27 @@ _PLURALS = {
     "PodDisruptionBudget": "poddisruptionbudgets",
     "ServiceMonitor": "servicemonitors",
 }
-OWNED = tuple(Kind(api_version, kind, _PLURALS[kind]) for api_version, kind in KINDS)
+OWNED = tuple(ResourceKind(api_version, kind, _PLURALS[kind]) for api_version, kind in KINDS)
 """Kinds that belong to a KvRouter."""
-ROUTERS = Kind("kvroute.io/v1alpha1", "KvRouter", "kvrouters")
-TOPOLOGIES = Kind("kvroute.io/v1alpha1", "ClusterTopology", "clustertopologies", namespaced=False)
+ROUTERS = ResourceKind("kvroute.io/v1alpha1", "KvRouter", "kvrouters")
+TOPOLOGIES = ResourceKind("kvroute.io/v1alpha1", "ClusterTopology", "clustertopologies", namespaced=False)
 GROVE = (
-    Kind("grove.io/v1alpha1", "ClusterTopologyBinding", "clustertopologybindings", namespaced=False),
-    Kind("grove.io/v1alpha1", "ClusterTopology", "clustertopologies", namespaced=False),
+    ResourceKind("grove.io/v1alpha1", "ClusterTopologyBinding", "clustertopologybindings", namespaced=False),
+    ResourceKind("grove.io/v1alpha1", "ClusterTopology", "clustertopologies", namespaced=False),
 )
-NODES = Kind("v1", "Node", "nodes", namespaced=False)
-PODS = Kind("v1", "Pod", "pods")
-EVENTS = Kind("v1", "Event", "events")
-BINDINGS = Kind("rbac.authorization.k8s.io/v1", "ClusterRoleBinding", "clusterrolebindings", namespaced=False)
-LEASES = Kind("coordination.k8s.io/v1", "Lease", "leases")
-SECRETS = Kind("v1", "Secret", "secrets")
-VALIDATING = Kind(
+NODES = ResourceKind("v1", "Node", "nodes", namespaced=False)
+PODS = ResourceKind("v1", "Pod", "pods")
+EVENTS = ResourceKind("v1", "Event", "events")
+BINDINGS = ResourceKind("rbac.authorization.k8s.io/v1", "ClusterRoleBinding", "clusterrolebindings", namespaced=False)
+LEASES = ResourceKind("coordination.k8s.io/v1", "Lease", "leases")
+SECRETS = ResourceKind("v1", "Secret", "secrets")
+VALIDATING = ResourceKind(
     "admissionregistration.k8s.io/v1",
     "ValidatingWebhookConfiguration",
     "validatingwebhookconfigurations",
     namespaced=False,
 )
-MUTATING = Kind(
+MUTATING = ResourceKind(
     "admissionregistration.k8s.io/v1", "MutatingWebhookConfiguration", "mutatingwebhookconfigurations", namespaced=False
 )
 

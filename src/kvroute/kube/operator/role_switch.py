@@ -114,7 +114,7 @@ def _replaceable(pod: Object, pods: Sequence[Object]) -> bool:
     """Return True if another ready engine has the role of this one, or if this one is not ready."""
     role = role_of(labels_of(pod))
     others = (each for each in pods if each is not pod and is_ready(each))
-    return not is_ready(pod) or any(role_of(labels_of(each)) == role for each in others)
+    return not is_ready(pod) or any(role_of(labels_of(other)) == role for other in others)
 
 
 def timestamp(now: float) -> str:

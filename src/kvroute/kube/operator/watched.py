@@ -14,7 +14,7 @@ from kvroute.kube.api.requests import Resource
 from kvroute.kube.discovery.labels import CONTAINER, PREFIX
 from kvroute.kube.operator.gateway_workload import GATEWAY_CONTAINER
 from kvroute.kube.operator.observed import NOT_PULLED, lacks_image
-from kvroute.kube.operator.rights import GROVE, NODES, PODS, ROUTERS, TOPOLOGIES, Kind
+from kvroute.kube.operator.rights import GROVE, NODES, PODS, ROUTERS, TOPOLOGIES, ResourceKind
 
 
 class WatchedMeta(ObjectMeta, frozen=True, rename="camel", kw_only=True, omit_defaults=True):
@@ -32,7 +32,7 @@ class WatchedObject(msgspec.Struct, frozen=True, rename="camel", kw_only=True):
     status: dict[str, Any] = {}
 
 
-def as_json(kind: Kind, obj: WatchedObject) -> dict[str, Any]:
+def as_json(kind: ResourceKind, obj: WatchedObject) -> dict[str, Any]:
     """Return an object as the API server writes it; lists of built-in kinds leave out `apiVersion` and `kind`."""
     found: dict[str, Any] = msgspec.to_builtins(obj)
     return {"apiVersion": kind.api_version, "kind": kind.kind} | found
@@ -53,9 +53,9 @@ def kept_pod(obj: WatchedObject) -> WatchedObject:
     notes = obj.metadata.annotations or {}
     own = {key: value for key, value in notes.items() if key.startswith(PREFIX) and key != CONTAINER}
     conditions = [
-        {"type": "Ready", "status": each.get("status", "")}
-        for each in obj.status.get("conditions") or ()
-        if each.get("type") == "Ready"
+        {"type": "Ready", "status": condition.get("status", "")}
+        for condition in obj.status.get("conditions") or ()
+        if condition.get("type") == "Ready"
     ]
     node = obj.spec.get("nodeName")
     status: dict[str, Any] = {"conditions": conditions} if conditions else {}
@@ -70,7 +70,7 @@ def kept_pod(obj: WatchedObject) -> WatchedObject:
     )
 
 
-WATCHED: tuple[tuple[Kind, Callable[[WatchedObject], WatchedObject]], ...] = (
+WATCHED: tuple[tuple[ResourceKind, Callable[[WatchedObject], WatchedObject]], ...] = (
     (ROUTERS, kept_router),
     (TOPOLOGIES, kept_router),
     *((kind, kept_router) for kind in GROVE),
@@ -80,6 +80,6 @@ WATCHED: tuple[tuple[Kind, Callable[[WatchedObject], WatchedObject]], ...] = (
 """Kinds that the operator watches, and what it keeps of their objects."""
 
 
-def resource_of(kind: Kind) -> Resource[WatchedObject]:
+def resource_of(kind: ResourceKind) -> Resource[WatchedObject]:
     """Return where an informer finds the objects of a kind."""
     return Resource(kind.path().rpartition("/")[0], kind.plural, WatchedObject)

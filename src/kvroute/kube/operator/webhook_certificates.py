@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvroute.kube.admission.certificates import Certificates, Pair, advance, read_secret, secret_data
+from kvroute.kube.admission.certificates import CertificatePair, Certificates, advance, read_secret, secret_data
 from kvroute.kube.operator.api_calls import ApiCalls
 from kvroute.kube.operator.rights import MUTATING, SECRET, SECRETS, VALIDATING, WEBHOOKS
 from kvroute.types import InputError
 
 
-async def current_pair(calls: ApiCalls, namespace: str, names: Sequence[str]) -> Pair | None:
+async def current_pair(calls: ApiCalls, namespace: str, names: Sequence[str]) -> CertificatePair | None:
     """Bring Secret and webhook configurations up to date, and return the certificate to serve; None if another operator
     has written at the same time, or the Secret does not exist.
 
@@ -53,13 +53,13 @@ def bundle_change(configuration: dict[str, Any], certificates: Certificates) -> 
     """
     bundle = base64.b64encode(certificates.ca_bundle).decode()
     webhooks = configuration.get("webhooks") or []
-    if all(each["clientConfig"].get("caBundle") == bundle for each in webhooks):
+    if all(webhook["clientConfig"].get("caBundle") == bundle for webhook in webhooks):
         return None
-    changed = [each | {"clientConfig": each["clientConfig"] | {"caBundle": bundle}} for each in webhooks]
+    changed = [webhook | {"clientConfig": webhook["clientConfig"] | {"caBundle": bundle}} for webhook in webhooks]
     return {"metadata": {"resourceVersion": configuration["metadata"]["resourceVersion"]}, "webhooks": changed}
 
 
-def pair_of_folder(folder: Path) -> Pair:
+def pair_of_folder(folder: Path) -> CertificatePair:
     """Read the certificate that cert-manager keeps in a mounted Secret.
 
     Raises:
@@ -71,4 +71,4 @@ def pair_of_folder(folder: Path) -> Pair:
         where = str(error.filename or folder)
         what = f"cannot be read ({error.strerror})"
         raise InputError(what, where=where, hint="mount the Secret with the certificate") from error
-    return Pair(certificate, key, certificate)
+    return CertificatePair(certificate, key, certificate)

@@ -9,7 +9,7 @@ import msgspec
 
 from kvroute.kube.discovery.labels import MODEL
 from kvroute.kube.discovery.places import LevelKeys
-from kvroute.kube.discovery.pods import Finding, Reading
+from kvroute.kube.discovery.pods import PodFinding, PodReading
 from kvroute.policies import Level
 from kvroute.types.discovered import Discovered, Place
 
@@ -73,7 +73,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that `kvroute kube check` prints."""
 
     engines: tuple[Discovered, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[PodFinding, ...]
     levels: tuple[LevelReport, ...]
     constraint: Level | None
     """Level of the constraint that was asked for."""
@@ -85,7 +85,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def faults(self) -> tuple[str, ...]:
         """What the owner of the cluster should change, one sentence each."""
-        found = [each.sentence for each in self.findings if each.effect != "waiting"]
+        found = [finding.sentence for finding in self.findings if finding.effect != "waiting"]
         if self.nodes_failure:
             found.append(f"{self.nodes_failure}; places come from labels of pods alone")
         nothing = "no pod is an engine; see docs/kubernetes-labels.md for the labels"
@@ -94,22 +94,22 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
         if nothing and not self.engines:
             found.append(nothing)
         found += [
-            f"{each.name}: neither its command line nor a label names its model, so a gateway needs `defaults.model` "
+            f"{engine.name}: neither its command line nor a label names its model, so a gateway needs `defaults.model` "
             f"in its cluster file; add the label {MODEL}"
-            for each in self.engines
-            if not each.model and self.pool is None
+            for engine in self.engines
+            if not engine.model and self.pool is None
         ]
         nowhere = set[str]()
         for role, other in (("prefill", "decode"), ("decode", "prefill")):
-            partnerless = _alone(self.engines, None, role, other)
+            partnerless = _partnerless(self.engines, None, role, other)
             found += [f"{name}: no {other} engine has its model and protocol" for name in partnerless]
             nowhere.update(partnerless)
-        for each in self.levels:
-            if each.level == self.constraint:
-                found += [_unlabelled(each, node) for node in each.unlabelled]
+        for level in self.levels:
+            if level.level == self.constraint:
+                found += [_unlabelled(level, node) for node in level.unlabelled]
                 found += [
-                    f"{name}: no decode engine is in its {each.level}, so {each.level}:required gives it no requests"
-                    for name in each.stranded
+                    f"{name}: no decode engine is in its {level.level}, so {level.level}:required gives it no requests"
+                    for name in level.stranded
                     if name not in nowhere
                 ]
         return tuple(found)
@@ -121,7 +121,7 @@ def _unlabelled(level: LevelReport, node: str) -> str:
 
 
 def check_report(
-    reading: Reading,
+    reading: PodReading,
     levels: LevelKeys,
     constraint: Level | None = None,
     nodes_failure: str = "",
@@ -148,17 +148,19 @@ def _level_report(level: Level, engines: Sequence[Discovered], levels: LevelKeys
         domains=len(names),
         keys=() if level == "node" else getattr(levels, level),
         unlabelled=tuple(sorted(unlabelled)),
-        stranded=_alone(engines, level, "prefill", "decode"),
-        unreached=_alone(engines, level, "decode", "prefill"),
+        stranded=_partnerless(engines, level, "prefill", "decode"),
+        unreached=_partnerless(engines, level, "decode", "prefill"),
     )
 
 
-def _alone(engines: Sequence[Discovered], level: Level | None, role: str, other: str) -> tuple[str, ...]:
+def _partnerless(engines: Sequence[Discovered], level: Level | None, role: str, other: str) -> tuple[str, ...]:
     """Return the engines of a role that have none of the other role, of their protocol and model, in their domain of
     the level; None: anywhere."""
     present = {point for engine in engines if engine.role == other for point in _meeting_points(engine, level)}
-    alone = (each for each in engines if each.role == role and present.isdisjoint(_meeting_points(each, level)))
-    return tuple(engine.name for engine in alone)
+    partnerless = (
+        engine for engine in engines if engine.role == role and present.isdisjoint(_meeting_points(engine, level))
+    )
+    return tuple(engine.name for engine in partnerless)
 
 
 def _meeting_points(engine: Discovered, level: Level | None) -> set[tuple[object, ...]]:

@@ -12,14 +12,14 @@ from lightkube.core.exceptions import ConfigError
 from kvroute.kube.api.client import Access
 from kvroute.kube.api.inference_pool import members_of, not_installed
 from kvroute.kube.api.requests import HEADERS, PODS, POOLS, Selection, close_client, refusal_of
-from kvroute.kube.discovery.engines import DiscoveryOptions
+from kvroute.kube.discovery.engines import DiscoverySpec
 from kvroute.types import InputError
 
 _LIMIT_S = 10.0
 """Longest time that the checks take."""
 
 
-async def check_access(access: Access, options: DiscoveryOptions, pool: str | None = None) -> None:
+async def check_access(access: Access, options: DiscoverySpec, pool: str | None = None) -> None:
     """Ask for the namespace, for one pod of it, and for its InferencePool. A server that does not answer is no fault,
     and neither is one that lets the namespace not be read.
 

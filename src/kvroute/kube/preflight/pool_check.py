@@ -18,9 +18,9 @@ from kvroute.kube.api.inference_pool import (
 )
 from kvroute.kube.api.informer import Informer
 from kvroute.kube.api.requests import POOLS, Selection
-from kvroute.kube.api.store import Store
-from kvroute.kube.discovery.engines import DiscoveryOptions, read_once
-from kvroute.kube.discovery.pods import Effect, Finding, Reading
+from kvroute.kube.api.store import ObjectStore
+from kvroute.kube.discovery.engines import DiscoverySpec, read_once
+from kvroute.kube.discovery.pods import Effect, PodFinding, PodReading
 from kvroute.kube.discovery.pool_picker import Services
 from kvroute.kube.preflight.check import PickerTarget, PoolReport
 from kvroute.types import InputError
@@ -31,13 +31,13 @@ class PoolSnapshot:
     """A pool and its pods."""
 
     report: PoolReport
-    reading: Reading
+    reading: PodReading
     """Its engines, and findings about the pool and its pods."""
     nodes_failure: str
     """Why nodes could not be listed; empty if they could."""
 
 
-async def read_pool_once(access: Access, options: DiscoveryOptions, name: str) -> PoolSnapshot:
+async def read_pool_once(access: Access, options: DiscoverySpec, name: str) -> PoolSnapshot:
     """Return what discovery with a pool would find now.
 
     Args:
@@ -61,7 +61,7 @@ async def read_pool_once(access: Access, options: DiscoveryOptions, name: str) -
     try:
         members = members_of(pool)
     except InputError as fault:
-        return PoolSnapshot(report, Reading(findings=(*_findings(found, "left out", [fault]), *findings)), "")
+        return PoolSnapshot(report, PodReading(findings=(*_findings(found, "left out", [fault]), *findings)), "")
     selected = replace(options, namespace=namespace, selector=members.labels, ports=members.ports)
     listing = await read_once(access, selected)
     report = msgspec.structs.replace(report, selector=members.labels, target_ports=members.ports, pods=listing.pods)
@@ -70,7 +70,7 @@ async def read_pool_once(access: Access, options: DiscoveryOptions, name: str) -
 
 
 async def _pool(access: Access, namespace: str, name: str) -> InferencePool:
-    pools: Store[InferencePool] = Store()
+    pools: ObjectStore[InferencePool] = ObjectStore()
     informer = Informer(access.connect, POOLS, Selection(namespace, name=name), pools, lambda _: None)
     try:
         await informer.list_once()
@@ -98,6 +98,6 @@ def _target(reference: PickerReference, service: Service | None) -> PickerTarget
     )
 
 
-def _findings(name: str, effect: Effect, faults: Iterable[InputError]) -> Iterable[Finding]:
-    for each in faults:
-        yield Finding(pod=name, effect=effect, field=each.where, what=each.what, hint=each.hint)
+def _findings(name: str, effect: Effect, faults: Iterable[InputError]) -> Iterable[PodFinding]:
+    for fault in faults:
+        yield PodFinding(pod=name, effect=effect, field=fault.where, what=fault.what, hint=fault.hint)

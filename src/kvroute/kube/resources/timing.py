@@ -35,7 +35,7 @@ class EngineDefaults(Part, frozen=True, kw_only=True):
     """Name of one of `timing`."""
 
 
-class PrefillTime(Part, frozen=True, kw_only=True):
+class RouterPrefillTime(Part, frozen=True, kw_only=True):
     """Time of a prefill: `linear` is base + perToken * tokens, `quadratic` adds perToken2 * tokens^2, and `piecewise`
     connects measured points by straight lines."""
 
@@ -69,7 +69,7 @@ class DecodeTime(Part, frozen=True, kw_only=True):
 class EngineTiming(Part, frozen=True, kw_only=True):
     """Computing times of an engine; `kvroute timing fit` finds them from a profile."""
 
-    prefill: PrefillTime
+    prefill: RouterPrefillTime
     decode: DecodeTime
 
 
@@ -77,7 +77,7 @@ def typical_timing() -> dict[TimingName, EngineTiming]:
     """Return the timing of KvRouters that give none: a model of 70 billion parameters on four GPUs."""
     return {
         "default": EngineTiming(
-            prefill=PrefillTime(base_s=Duration(0.02), per_token_s=Duration(90e-6)),
+            prefill=RouterPrefillTime(base_s=Duration(0.02), per_token_s=Duration(90e-6)),
             decode=DecodeTime(base_s=Duration(0.0125), per_request_s=Duration(1e-4)),
         )
     }

@@ -2,7 +2,7 @@
 
 from kvroute.load.timing.client import EngineApi
 from kvroute.load.timing.measurement import (
-    Measured,
+    MeasuredTimes,
     PrefixCheck,
     measure_cached,
     measure_decode,
@@ -10,7 +10,7 @@ from kvroute.load.timing.measurement import (
     measure_scheduling,
     profile_csv,
 )
-from kvroute.load.timing.plan import Limits, batches_of, lengths_of
+from kvroute.load.timing.plan import MeasurementLimits, batches_of, lengths_of
 from kvroute.load.timing.scheduler import (
     CachedPrompt,
     FittedEngine,
@@ -23,8 +23,8 @@ __all__ = [
     "CachedPrompt",
     "EngineApi",
     "FittedEngine",
-    "Limits",
-    "Measured",
+    "MeasuredTimes",
+    "MeasurementLimits",
     "PrefixCheck",
     "Scheduling",
     "Together",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvroute.load.timing.client import EngineApi
-from kvroute.load.timing.plan import Batch, Limits
+from kvroute.load.timing.plan import MeasuredBatch, MeasurementLimits
 from kvroute.load.timing.scheduler import CachedPrompt, Scheduling, Together
 from kvroute.timing import Profile
 from kvroute.types import InputError, TransferStart
@@ -39,7 +39,7 @@ class PrefixCheck:
 
 
 @dataclass(slots=True)
-class Measured:
+class MeasuredTimes:
     """Medians over the repeats."""
 
     prefill: list[tuple[int, float]] = field(default_factory=list)
@@ -61,8 +61,12 @@ class Measured:
 
 
 async def measure_prefill(
-    engine: EngineApi, lengths: Sequence[int], limits: Limits, draw: random.Random, tell: Callable[[str], None]
-) -> Measured:
+    engine: EngineApi,
+    lengths: Sequence[int],
+    limits: MeasurementLimits,
+    draw: random.Random,
+    tell: Callable[[str], None],
+) -> MeasuredTimes:
     """Measure prompts that are not cached, one at a time, and prompts whose first half is cached.
 
     Args:
@@ -72,7 +76,7 @@ async def measure_prefill(
         draw: for the prompts.
         tell: takes a sentence on the progress.
     """
-    found = Measured()
+    found = MeasuredTimes()
     await engine.first_token(_prompt(draw, lengths[0]))  # an engine's first request is slow
     for length in lengths:
         seconds, halves = [], []
@@ -90,8 +94,12 @@ async def measure_prefill(
 
 
 async def measure_decode(
-    engine: EngineApi, batches: Sequence[Batch], limits: Limits, draw: random.Random, tell: Callable[[str], None]
-) -> Measured:
+    engine: EngineApi,
+    batches: Sequence[MeasuredBatch],
+    limits: MeasurementLimits,
+    draw: random.Random,
+    tell: Callable[[str], None],
+) -> MeasuredTimes:
     """Measure the steps of requests that decode together.
 
     Args:
@@ -104,7 +112,7 @@ async def measure_decode(
     Raises:
         InputError: the requests of a batch hardly decode at the same time.
     """
-    found = Measured()
+    found = MeasuredTimes()
     await engine.batch_times_s([_prompt(draw, batches[0].prompt_tokens)], LEAST_STEPS)
     for batch in batches:
         known = [await _step(engine, batch, limits, draw) for _ in range(limits.repeats)]
@@ -116,7 +124,7 @@ async def measure_decode(
 
 
 async def measure_scheduling(
-    engine: EngineApi, step_tokens: int, limits: Limits, draw: random.Random, tell: Callable[[str], None]
+    engine: EngineApi, step_tokens: int, limits: MeasurementLimits, draw: random.Random, tell: Callable[[str], None]
 ) -> Scheduling:
     """Measure prompts that are sent together: some that fill a step each, and short ones that share steps.
 
@@ -134,24 +142,25 @@ async def measure_scheduling(
         what = f"a prompt of {step_tokens} tokens does not fit into a context of {engine.context_tokens}"
         raise InputError(what, where="--step-tokens", hint="measure without it, or an engine with a longer context")
     short = max(step_tokens // SHARING, 1)
-    alone = [(await engine.first_token(_prompt(draw, step_tokens))).seconds for _ in range(limits.repeats + 2)]
+    one_prompt = [(await engine.first_token(_prompt(draw, step_tokens))).seconds for _ in range(limits.repeats + 2)]
     full_s, short_s = [], []
     for _ in range(limits.repeats):
         full_s.append(await engine.first_tokens_s([_prompt(draw, step_tokens) for _ in range(FULL)]))
         short_s.append(await engine.first_tokens_s([_prompt(draw, short) for _ in range(2 * SHARING + 1)]))
     found = Scheduling(
         step_tokens,
-        statistics.median(alone),
+        statistics.median(one_prompt),
         Together(FULL, step_tokens, statistics.median(full_s)),
         Together(2 * SHARING + 1, short, statistics.median(short_s)),
     )
     tell(
-        f"{FULL} prompts of {step_tokens} tokens together: {found.full.seconds:.4g} s, one alone {found.alone_s:.4g} s"
+        f"{FULL} prompts of {step_tokens} tokens together: {found.full.seconds:.4g} s, "
+        f"one alone {found.one_prompt_s:.4g} s"
     )
     return found
 
 
-async def measure_cached(engine: EngineApi, limits: Limits, draw: random.Random) -> list[CachedPrompt]:
+async def measure_cached(engine: EngineApi, limits: MeasurementLimits, draw: random.Random) -> list[CachedPrompt]:
     """Measure a prompt whose blocks are all cached but the last; empty if the engine caches none or does not say."""
     prompt, found = _prompt(draw, CACHED_TOKENS + 1), []
     await engine.first_token(prompt)
@@ -162,7 +171,9 @@ async def measure_cached(engine: EngineApi, limits: Limits, draw: random.Random)
     return found
 
 
-async def _step(engine: EngineApi, batch: Batch, limits: Limits, draw: random.Random) -> tuple[float, float]:
+async def _step(
+    engine: EngineApi, batch: MeasuredBatch, limits: MeasurementLimits, draw: random.Random
+) -> tuple[float, float]:
     """Return the seconds of a step and the mean context. Short responses may end before the last request begins; then
     longer ones are requested."""
     for factor in _LONGER:
@@ -210,7 +221,7 @@ def step_time(times_s: Sequence[Sequence[float]], output_tokens: int, prompt_tok
     return seconds / weight, tokens / weight
 
 
-def profile_csv(found: Measured) -> tuple[str, str]:
+def profile_csv(found: MeasuredTimes) -> tuple[str, str]:
     """Return the measurements as two CSV files, prompts and decode steps, that `read_profile` reads."""
     prefill = [f"{tokens},{seconds:.9g}" for tokens, seconds in found.prefill]
     decode = [f"{batch},{context:.9g},{seconds:.9g}" for batch, context, seconds in found.decode]

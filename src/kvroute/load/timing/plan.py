@@ -12,7 +12,7 @@ MARGIN_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MeasurementLimits:
     """Bounds of a measurement."""
 
     prompt_tokens: int = 8_192
@@ -26,7 +26,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class MeasuredBatch:
     """Requests that decode together."""
 
     requests: int
@@ -34,7 +34,7 @@ class Batch:
     """Prompt length of each request, in tokens."""
 
 
-def lengths_of(limits: Limits, context_tokens: int) -> list[int]:
+def lengths_of(limits: MeasurementLimits, context_tokens: int) -> list[int]:
     """Return the prompt lengths to measure, ascending: powers of two from 64 tokens on, and the longest one.
 
     Args:
@@ -55,7 +55,7 @@ def lengths_of(limits: Limits, context_tokens: int) -> list[int]:
     return [*lengths, longest]
 
 
-def batches_of(limits: Limits, context_tokens: int) -> list[Batch]:
+def batches_of(limits: MeasurementLimits, context_tokens: int) -> list[MeasuredBatch]:
     """Return the batches to measure: all sizes with short prompts, and the smaller half with long prompts, so that the
     time per request and the time per token of its context can be told apart.
 
@@ -72,13 +72,13 @@ def batches_of(limits: Limits, context_tokens: int) -> list[Batch]:
     sizes = [size for size in (1 << power for power in range(16)) if size < limits.batch] + [limits.batch]
     longest = _longest(limits, context_tokens, limits.output_tokens)
     long = min(longest, 1_024)
-    found = [Batch(size, min(LEAST_PROMPT_TOKENS, longest)) for size in sizes]
+    found = [MeasuredBatch(size, min(LEAST_PROMPT_TOKENS, longest)) for size in sizes]
     if long >= 4 * LEAST_PROMPT_TOKENS:
-        found += [Batch(size, long) for size in sizes[: max(2, (len(sizes) + 1) // 2)]]
+        found += [MeasuredBatch(size, long) for size in sizes[: max(2, (len(sizes) + 1) // 2)]]
     return found
 
 
-def _longest(limits: Limits, context_tokens: int, output_tokens: int) -> int:
+def _longest(limits: MeasurementLimits, context_tokens: int, output_tokens: int) -> int:
     room = context_tokens - output_tokens - MARGIN_TOKENS if context_tokens else limits.prompt_tokens
     if room < LEAST_PROMPT_TOKENS:
         what = f"the engine's context of {context_tokens} tokens has no room for {output_tokens} output tokens"

@@ -30,7 +30,7 @@ class Scheduling:
     """Measurements of an engine's scheduler."""
 
     step_tokens: int
-    alone_s: float
+    one_prompt_s: float
     """Time of a prompt of `step_tokens` tokens alone."""
     full: Together
     """Prompts of `step_tokens` tokens: each fills a step."""
@@ -40,8 +40,8 @@ class Scheduling:
     @property
     def request_s(self) -> float:
         """The part of a prompt's time in which the engine computes other prompts, if there are any."""
-        step_s = (self.full.seconds - self.alone_s) / (self.full.prompts - 1)
-        return max(self.alone_s - step_s, 0.0)
+        step_s = (self.full.seconds - self.one_prompt_s) / (self.full.prompts - 1)
+        return max(self.one_prompt_s - step_s, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

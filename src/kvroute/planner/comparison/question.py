@@ -14,31 +14,31 @@ from kvroute.control.log import EventLog
 from kvroute.planner.comparison.cells import Cell, Record
 from kvroute.planner.comparison.parallel import stream
 from kvroute.planner.comparison.requests import Workload
-from kvroute.planner.comparison.served import Service, served_file
+from kvroute.planner.comparison.served import GrantedService, served_file
 from kvroute.sim.gateways import refuse_features
 from kvroute.sim.groups.lock_step import lock_step_groups
 from kvroute.sim.network.capacity import links_named
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.types import InputError
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ComparisonSpec:
     """The user's input. It is picklable, for worker processes."""
 
     cluster: str
     workload: Workload
-    settings: SimSettings
+    settings: SimSpec
     spec: ControlSpec
     """Settings of one policy; each other policy gets the parameters that it has."""
-    service: Service = field(default_factory=Service)
+    service: GrantedService = field(default_factory=GrantedService)
     parameters: Mapping[str, dict[str, float]] = field(default_factory=dict)
     """By policy: parameters that replace those of `spec`."""
 
     def spec_of(self, policy: str) -> ControlSpec:
         """Return the control specification for a run of that policy. In lock-step every request is a pair, because an
-        instance that serves one alone is not modelled."""
+        instance that serves an aggregated one is not modelled."""
         spec = self.spec.with_policy(policy)
         spec = msgspec.structs.replace(spec, parameters=spec.parameters | self.parameters.get(policy, {}))
         return spec.pairs_only() if self.settings.lock_step else spec
@@ -51,7 +51,7 @@ class Question:
             layerwise = self.settings.transfer == "layerwise"
             lock_step_groups(cluster, all_reducing=all_reducing, layerwise=layerwise)
         changes, fluctuations = self.settings.changes, self.settings.fluctuations
-        for link in [each.link for each in changes] + [each.link for each in fluctuations]:
+        for link in [change.link for change in changes] + [fluctuation.link for fluctuation in fluctuations]:
             links_named(cluster, link)
         for policy in policies:
             self.spec_of(policy).build(cluster)
@@ -83,7 +83,7 @@ class Question:
 
 
 def compare(
-    question: Question,
+    comparison: ComparisonSpec,
     policies: Sequence[str],
     seeds: Sequence[int],
     *,
@@ -96,16 +96,21 @@ def compare(
     Raises:
         InputError: before any run, for a wrong cluster, link, trace, policy or constraint.
     """
-    question.check(policies, seeds[0])
+    comparison.check(policies, seeds[0])
     cells = [
         Cell(
-            experiment="simulate", reading="", profile=question.workload.profile, settings={}, policy=policy, seed=seed
+            experiment="simulate",
+            reading="",
+            profile=comparison.workload.profile,
+            settings={},
+            policy=policy,
+            seed=seed,
         )
         for policy in policies
         for seed in seeds
     ]
     records: dict[str, Record] = {}
-    ended = stream(cells, question, on, workers)
+    ended = stream(cells, comparison, on, workers)
     progress(0, len(cells))
     for record in ended:
         records[record.key] = record

@@ -51,7 +51,7 @@ class Workload:
         """
         found = _read(self.trace, self.skip_bad) if self.trace else self._generated(seed)
         if isinstance(found, Agents):
-            trace = self._played(found, seed)
+            trace = self._of_agents(found, seed)
         elif self.agents is not None:
             what = "the trace has no sessions of agents"
             raise InputError(what, where=found.name, hint="omit --agents, or give a trace with sessions")
@@ -71,7 +71,7 @@ class Workload:
             trace = take(trace, most)
         return trace if self.rate_per_s is None else rescale_if_spread(trace, self.rate_per_s)
 
-    def _played(self, agents: Agents, seed: int) -> Trace:
+    def _of_agents(self, agents: Agents, seed: int) -> Trace:
         """Play the sessions in another order and with other start times for every seed."""
         if self.profile:
             what = "a profile would remove single turns from sessions"

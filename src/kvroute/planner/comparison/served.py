@@ -11,21 +11,21 @@ from kvroute.serve.config.preflight import deployment_of
 from kvroute.serve.config.service_classes import DEFAULT_CLASS
 from kvroute.serve.config.settings import GatewaySettings
 from kvroute.serve.proxy.admission.admission import Accepted, AdmissionController, AdmissionLimits, Queued
-from kvroute.sim.placement import Tenancy, Tenant
-from kvroute.sim.settings import SimSettings, Slo, Telemetry
+from kvroute.sim.placement import SimulatedTenancy, Tenant
+from kvroute.sim.settings import SimSpec, Slo, Telemetry
 from kvroute.topology import Cluster
 from kvroute.topology.reading.assembly import check_simulable, read_text
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class GrantedService:
     """What a gateway grants to requests without a key: how many at a time, their turn and their deadline."""
 
     limits: AdmissionLimits = field(default_factory=AdmissionLimits)
     ttft_max_s: float | None = None
     """Requests whose predicted time to the first token is longer are refused; None: none is."""
     work_s: float | None = None
-    """See `Tenancy`."""
+    """See `SimulatedTenancy`."""
     running: int | None = None
 
     @property
@@ -33,11 +33,13 @@ class Service:
         """Whether the core must predict times to the first token."""
         return self.ttft_max_s is not None or self.work_s is not None
 
-    def tenancy(self, requests: int) -> Tenancy:
+    def tenancy(self, requests: int) -> SimulatedTenancy:
         """Return the turns and deadlines of a run with so many requests."""
         everyone = Tenant(DEFAULT_CLASS, ttft_max_s=self.ttft_max_s)
         admission = GatewayAdmission(self.limits)
-        return Tenancy((everyone,), [0] * requests, self.work_s, self.running, admission, self.limits.queue_wait_s)
+        return SimulatedTenancy(
+            (everyone,), [0] * requests, self.work_s, self.running, admission, self.limits.queue_wait_s
+        )
 
 
 class GatewayAdmission:
@@ -65,14 +67,14 @@ class GatewayAdmission:
         return self._controller.expire(now), self._controller.overdue(now).reason
 
 
-def settings_of(gateway: GatewaySettings) -> SimSettings:
+def settings_of(gateway: GatewaySettings) -> SimSpec:
     """Return what a core learns of the network and how KV caches are sent, by the settings of a gateway."""
     oracle, offload = gateway.oracle, gateway.offload
     sources: dict[str, Telemetry] = {"static": "none", "push": "tier", "prometheus": "tier"}
     per_link = oracle.prometheus is not None and oracle.prometheus.per_link is not None
     interval_s = gateway.scrape.interval_s if oracle.prometheus is None else oracle.prometheus.interval_s
     early = gateway.layerwise or (offload is not None and offload.layerwise)
-    return SimSettings(
+    return SimSpec(
         telemetry="link" if per_link else sources[oracle.source],
         oracle_refresh_s=float(interval_s),
         separates_own_traffic=oracle.separates_own_traffic,
@@ -83,10 +85,10 @@ def settings_of(gateway: GatewaySettings) -> SimSettings:
     )
 
 
-def service_of(gateway: GatewaySettings) -> Service:
+def service_of(gateway: GatewaySettings) -> GrantedService:
     """Return limits, turns and deadlines of requests by the settings of a gateway."""
     limits, queue = gateway.limits, gateway.fair_queue
-    return Service(
+    return GrantedService(
         limits=AdmissionLimits(limits.in_flight, limits.queue, float(limits.queue_wait_s)),
         ttft_max_s=default_ttft_s(gateway),
         work_s=float(queue.work_s) if queue is not None else None,
@@ -107,12 +109,12 @@ class ServedFile:
         return simulated_spec(self.gateway)
 
     @property
-    def settings(self) -> SimSettings:
+    def settings(self) -> SimSpec:
         """See `settings_of`."""
         return settings_of(self.gateway)
 
     @property
-    def service(self) -> Service:
+    def service(self) -> GrantedService:
         """See `service_of`."""
         return service_of(self.gateway)
 

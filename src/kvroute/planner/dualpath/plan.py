@@ -13,7 +13,7 @@ from kvroute.planner.dualpath.storage_paths import Saturation, best_reads, satur
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class StorageRates:
     """KV bytes per second of the whole cluster that are read from storage."""
 
     pooled: float
@@ -22,7 +22,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class TurnRates:
     """Turns per second."""
 
     storage: float
@@ -52,9 +52,9 @@ class DualPathPlan:
     """Share of each resource that is in use at the pooled rate."""
     utilisation_prefill_only: dict[str, float]
     """Share of each resource that is in use if only prefill nodes read, as fast as they can."""
-    rate_bytes_per_s: Rates
+    rate_bytes_per_s: StorageRates
     bound: Literal["storage", "compute"]
-    turns_per_s: Turns
+    turns_per_s: TurnRates
     cached_bytes_per_flop: float
     """Cache-compute ratio (table 1)."""
     obstacles: tuple[str, ...]
@@ -69,7 +69,7 @@ class RatioPoint:
 
     ratio: float
     """Prefill nodes per decode node."""
-    rate_bytes_per_s: Rates
+    rate_bytes_per_s: StorageRates
     compute_turns_per_s: float
 
 
@@ -80,7 +80,7 @@ def plan_dualpath(problem: DualPathProblem) -> DualPathPlan:
     only = best_reads(found, prefill, decode, prefill_only=True)
     utilisation = _utilisation(problem, reads)
     range_ = saturation(found)
-    turns = Turns(sum(reads) / problem.turn_cached_bytes, prefill * problem.node_flop_per_s / problem.turn_flop)
+    turns = TurnRates(sum(reads) / problem.turn_cached_bytes, prefill * problem.node_flop_per_s / problem.turn_flop)
     return DualPathPlan(
         name=problem.name,
         pd_interval=Interval(range_.low, range_.high if math.isfinite(range_.high) else None)
@@ -89,7 +89,7 @@ def plan_dualpath(problem: DualPathProblem) -> DualPathPlan:
         binding=max(utilisation, key=lambda name: round(utilisation[name], 9)),
         utilisation=utilisation,
         utilisation_prefill_only=_utilisation(problem, only),
-        rate_bytes_per_s=Rates(sum(reads), only[0]),
+        rate_bytes_per_s=StorageRates(sum(reads), only[0]),
         bound="storage" if turns.storage < turns.compute else "compute",
         turns_per_s=turns,
         cached_bytes_per_flop=problem.turn_cached_bytes / problem.turn_flop,
@@ -114,7 +114,7 @@ def over_ratios(problem: DualPathProblem, points: int = 81) -> tuple[RatioPoint,
         pooled = sum(best_reads(problem.loads, prefill, decode))
         only = best_reads(problem.loads, prefill, decode, prefill_only=True)[0]
         compute = prefill * problem.node_flop_per_s / problem.turn_flop
-        found.append(RatioPoint(ratio, Rates(pooled, only), compute))
+        found.append(RatioPoint(ratio, StorageRates(pooled, only), compute))
     return tuple(found)
 
 

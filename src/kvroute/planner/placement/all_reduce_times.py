@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvroute_engine.agent.schemes import SCHEMES, Scheme
-
 from kvroute.collectives import (
     Aggregation,
     AllReduce,
@@ -24,6 +22,7 @@ from kvroute.topology import Cluster
 from kvroute.topology.gpu_paths import Gpu, GpuPaths
 from kvroute.topology.place import Shards, card_of
 from kvroute.types import SAME_NODE
+from kvroute_engine.agent.schemes import SCHEMES, Scheme
 
 _BYTES = 1e6
 """Size at which slopes are measured; times are exactly linear, because the rates of flows do not depend on their
@@ -79,7 +78,7 @@ class AllReduceTimes:
         found = self.of(group)
         if not found:
             return None, NO_TIME
-        scheme = min(found, key=lambda each: found[each].seconds(nbytes))
+        scheme = min(found, key=lambda scheme: found[scheme].seconds(nbytes))
         return scheme, found[scheme]
 
     def send(self, stage: Shards, following: Shards) -> Affine:

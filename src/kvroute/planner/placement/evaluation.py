@@ -19,7 +19,7 @@ _UTILISATION_MAX = 0.999
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class OperatingPoint:
     """A placement at one request rate."""
 
     rate_per_s: float
@@ -71,7 +71,7 @@ class Evaluation:
     ) -> None:
         """Price a placement; both sides have an instance that meets the SLOs on an idle cluster."""
         self._problem, self._mix = problem, problem.lengths.mix
-        rates = [np.array([alone_per_s(problem, one) for one in side]) for side in (prefill, decode)]
+        rates = [np.array([isolated_per_s(problem, instance) for instance in side]) for side in (prefill, decode)]
         self._most_per_s = 2.0 * float(max(rates[0].sum(), rates[1].sum()))
         shares = rates[0] / rates[0].sum(), rates[1] / rates[1].sum()
         kv = kv_load(problem, prefill, decode, shares)
@@ -83,7 +83,7 @@ class Evaluation:
         self._prefill = _classes(prefill, shares[0], busiest[0])
         self._decode = _classes(decode, shares[1], busiest[1])
         transfers = sample_transfers(problem.cluster, prefill, decode)
-        self._transfers = [(each.line, float(self._link_s[list(each.links)].max())) for each in transfers]
+        self._transfers = [(transfer.line, float(self._link_s[list(transfer.links)].max())) for transfer in transfers]
         nbytes = np.array([problem.model.kv_bytes(round(tokens)) for tokens in self._mix.tokens.tolist()])
         self._kv_bytes: FloatArray = nbytes
 
@@ -115,7 +115,7 @@ class Evaluation:
     def _highest(self, attainment_of: Callable[[float], float]) -> float:
         return highest_rate(self._problem.objective.attainment, attainment_of, self._most_per_s)
 
-    def operation(self, rate_per_s: float, *, network: bool = True) -> Operation:
+    def operation(self, rate_per_s: float, *, network: bool = True) -> OperatingPoint:
         """Return the placement at a request rate; without `network`, as if its links were idle."""
         objective, network_per_s = self._problem.objective, rate_per_s if network else 0.0
         link = network_per_s * float(self._link_s.max())
@@ -140,7 +140,7 @@ class Evaluation:
             ttft += each.count * each.share * float(within.mean())
             utilisation = max(utilisation, queue.utilisation)
         alive = 1.0 if link < 1.0 else 0.0
-        return Operation(
+        return OperatingPoint(
             rate_per_s=rate_per_s,
             ttft_attainment=alive * ttft,
             tpot_attainment=alive * tpot,
@@ -185,7 +185,7 @@ def decode_load(problem: PlacementProblem, instance: PlacedInstance, slowdown: f
     )
 
 
-def alone_per_s(problem: PlacementProblem, instance: PlacedInstance) -> float:
+def isolated_per_s(problem: PlacementProblem, instance: PlacedInstance) -> float:
     """Return the requests per second of an instance without queues; 0 if its memory is too small, or if even a lonely
     request of mean length misses the SLO."""
     objective, mix = problem.objective, problem.lengths.mix

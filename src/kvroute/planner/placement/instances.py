@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from kvroute_engine.agent.schemes import Scheme
-
 from kvroute.planner.placement.all_reduce_times import NO_TIME, AllReduceTimes, gpus_of
 from kvroute.planner.placement.compute import Communication, Parallelism, Roofline, Times
 from kvroute.planner.placement.problem import GpuKind, PlacementProblem
 from kvroute.planner.placement.schema import Phase
 from kvroute.topology.gpu_paths import Gpu
 from kvroute.topology.place import Shards
+from kvroute_engine.agent.schemes import Scheme
 
 DESIGN_BATCH = 32
 """Requests of the decode iteration at whose size schemes and groups are compared."""
@@ -70,8 +69,8 @@ class Builder:
         """Return the iterations per second of a group that is an instance of its own, at the size of `tokens`."""
         key = (phase, kind.name, len(group), self.times.form(group))
         if key not in self._prices:
-            alone = self._instance(phase, self.roofline(kind, Parallelism(len(group), 1)), (group,))
-            self._prices[key] = 1.0 / self._iteration_s(phase, alone.times())
+            undivided = self._instance(phase, self.roofline(kind, Parallelism(len(group), 1)), (group,))
+            self._prices[key] = 1.0 / self._iteration_s(phase, undivided.times())
         return self._prices[key]
 
     def _iteration_s(self, phase: Phase, times: Times) -> float:

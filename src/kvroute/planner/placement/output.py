@@ -59,12 +59,12 @@ def cluster_file(problem: PlacementProblem, instances: Sequence[Named]) -> Clust
     timings: dict[str, TimingEntry] = {}
     names: dict[TimingEntry, str] = {}
     entries = []
-    for each in instances:
-        timing = _timing(each.instance)
+    for instance in instances:
+        timing = _timing(instance.instance)
         if timing not in names:
-            names[timing] = f"{each.instance.phase}-{each.instance.roofline.kind.name}-{len(names)}"
+            names[timing] = f"{instance.instance.phase}-{instance.instance.roofline.kind.name}-{len(names)}"
             timings[names[timing]] = timing
-        entries.append(_entry(problem, each, names[timing]))
+        entries.append(_entry(problem, instance, names[timing]))
     existing = file.instances if isinstance(file.instances, list) else []
     return msgspec.structs.replace(file, timing=file.timing | timings, instances=[*existing, *entries])
 

@@ -150,14 +150,14 @@ def plan_placement(
 
 
 def _launch(problem: PlacementProblem, instances: Sequence[Named], phase: Phase) -> list[str]:
-    return launch_commands(problem, next(each for each in instances if each.instance.phase == phase))
+    return launch_commands(problem, next(instance for instance in instances if instance.instance.phase == phase))
 
 
 def _phase(problem: PlacementProblem, instances: Sequence[PlacedInstance], batch: float) -> PhasePlan:
     first = instances[0]
     kinds: dict[str, int] = {}
-    for one in instances:
-        kinds[one.roofline.kind.name] = kinds.get(one.roofline.kind.name, 0) + 1
+    for instance in instances:
+        kinds[instance.roofline.kind.name] = kinds.get(instance.roofline.kind.name, 0) + 1
     mean = problem.lengths.mix.mean_tokens
     if first.phase == "prefill":
         tokens, iteration_s = mean, first.times().prefill_at(mean)
@@ -169,9 +169,9 @@ def _phase(problem: PlacementProblem, instances: Sequence[PlacedInstance], batch
         tp=first.split.tp,
         pp=first.split.pp,
         gpu_kinds=kinds,
-        groups=[[gpu_name(problem, gpu) for gpu in one.gpus] for one in instances],
-        schemes=[",".join(dict.fromkeys(scheme or "none" for scheme in one.schemes)) for one in instances],
-        servers_spanned=[one.servers for one in instances],
+        groups=[[gpu_name(problem, gpu) for gpu in instance.gpus] for instance in instances],
+        schemes=[",".join(dict.fromkeys(scheme or "none" for scheme in instance.schemes)) for instance in instances],
+        servers_spanned=[instance.servers for instance in instances],
         all_reduce_share=(latency_s + token_s * tokens) / iteration_s,
         iteration_s=iteration_s,
     )
@@ -194,7 +194,7 @@ def _alternatives(found: Found) -> tuple[Alternative, ...]:
 
 def _about(instances: Sequence[PlacedInstance]) -> str:
     counts: dict[str, int] = {}
-    for one in instances:
-        key = f"TP{one.split.tp} PP{one.split.pp} on {one.roofline.kind.name}"
+    for instance in instances:
+        key = f"TP{instance.split.tp} PP{instance.split.pp} on {instance.roofline.kind.name}"
         counts[key] = counts.get(key, 0) + 1
     return ", ".join(f"{count:,} x {key}" for key, count in counts.items())

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from kvroute_engine.agent.schemes import SCHEMES, Scheme
-
 from kvroute.collectives import Aggregation
-from kvroute.llm import Model, Shape, model
+from kvroute.llm import Model, ModelShape, model
 from kvroute.planner.placement.schema import GpuKindEntry, KindRole, PlacementEntry, PlacementTraffic
 from kvroute.planner.throughput.lengths import Lengths
 from kvroute.planner.throughput.traffic_lengths import traffic_lengths
@@ -17,6 +15,7 @@ from kvroute.topology import Cluster, load_network
 from kvroute.topology.gpu_paths import Gpu
 from kvroute.topology.reading.assembly import read_text
 from kvroute.types import InputError
+from kvroute_engine.agent.schemes import SCHEMES, Scheme
 from kvroute_engine.files.document import read_section
 from kvroute_engine.files.form import Lines
 
@@ -59,7 +58,7 @@ class PlacementProblem:
     model: Model
     model_name: str
     """As the user gave it: a preset, a Hugging Face name or a config.json."""
-    shape: Shape
+    shape: ModelShape
     weights_bytes: float
     element_bytes: float
     lengths: Lengths
@@ -120,7 +119,7 @@ def read_placement(path: Path, model_name: str, objective: Objective) -> Placeme
 
 def _schemes(cluster: Cluster) -> tuple[Scheme, ...]:
     allowed = cluster.file.collectives.schemes
-    return SCHEMES if allowed is None else tuple(one for one in SCHEMES if one == "ring" or one in allowed)
+    return SCHEMES if allowed is None else tuple(scheme for scheme in SCHEMES if scheme == "ring" or scheme in allowed)
 
 
 def _lengths(traffic: PlacementTraffic, folder: Path, lines: Lines) -> tuple[Lengths, tuple[str, ...]]:
@@ -130,14 +129,14 @@ def _lengths(traffic: PlacementTraffic, folder: Path, lines: Lines) -> tuple[Len
         raise lines.error(error.what, (SECTION, "traffic", "lengths"), error.hint) from error
 
 
-def _shape(found: Model, entry: PlacementEntry) -> Shape:
+def _shape(found: Model, entry: PlacementEntry) -> ModelShape:
     if found.shape is None or found.compute is None:
         what = f"the hidden size or the operations of {found.name} are not known"
         raise InputError(what, where="--model", hint="give a config.json of a model without linear attention")
     return found.shape
 
 
-def _weights_bytes(shape: Shape, entry: PlacementEntry, name: str) -> float:
+def _weights_bytes(shape: ModelShape, entry: PlacementEntry, name: str) -> float:
     if entry.weights_bytes is not None:
         return float(entry.weights_bytes)
     if shape.parameters is None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvroute.planner.placement.all_reduce_times import AllReduceTimes
 from kvroute.planner.placement.compute import Parallelism
-from kvroute.planner.placement.evaluation import Evaluation, alone_per_s
+from kvroute.planner.placement.evaluation import Evaluation, isolated_per_s
 from kvroute.planner.placement.grouping import Grouper, Method, Pool
 from kvroute.planner.placement.instances import Builder, PlacedInstance
 from kvroute.planner.placement.problem import GpuKind, PlacementProblem
@@ -32,7 +32,7 @@ _TRIMMED_SHARE = 0.995
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ParallelismChoice:
     """Parallelism of both phases, and the use of each GPU kind."""
 
     prefill: Parallelism
@@ -61,7 +61,7 @@ class Placement:
     @property
     def gpus(self) -> int:
         """GPUs of all instances."""
-        return sum(len(one.gpus) for one in (*self.prefill, *self.decode))
+        return sum(len(instance.gpus) for instance in (*self.prefill, *self.decode))
 
     @property
     def rate_per_gpu(self) -> float:
@@ -113,7 +113,7 @@ class Search:
     method: Method
     builder: Builder = field(init=False)
     _groups: dict[tuple[Phase, str, int], list[Shards]] = field(default_factory=dict)
-    _alone: dict[tuple[Phase, str, Parallelism], float] = field(default_factory=dict)
+    _isolated: dict[tuple[Phase, str, Parallelism], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problem = self.problem
@@ -122,7 +122,7 @@ class Search:
 
     def run(self) -> Found:
         """Return the best placement; see `search`."""
-        candidates = sorted(self.candidates(), key=lambda each: -each.bound_per_s)
+        candidates = sorted(self.candidates(), key=lambda candidate: -candidate.bound_per_s)
         if not candidates:
             raise self._impossible()
         found: list[Placement] = []
@@ -130,32 +130,34 @@ class Search:
         for candidate in candidates[:_EVALUATED_MAX]:
             if candidate.bound_per_s <= best:
                 break
-            placed = max(self.placements(candidate), key=lambda each: each.rate_per_s, default=None)
+            placed = max(self.placements(candidate), key=lambda placement: placement.rate_per_s, default=None)
             if placed is not None and placed.rate_per_s > 0.0:
                 found.append(placed)
                 best = max(best, placed.rate_per_s)
         if not found:
             raise self._impossible()
-        found.sort(key=lambda each: (-each.rate_per_s, each.gpus))
+        found.sort(key=lambda placement: (-placement.rate_per_s, placement.gpus))
         return Found(self.refined(self._trimmed(found[0])), tuple(found), len(candidates), self)
 
     def of(self, prefill: Parallelism, decode: Parallelism) -> Placement | None:
         """Return the best placement with this parallelism; None if there is none."""
-        chosen = [each for each in self.candidates() if (each.prefill, each.decode) == (prefill, decode)]
-        placed = [one for each in chosen for one in self.placements(each)]
-        return max(placed, key=lambda each: each.rate_per_s, default=None)
+        chosen = [
+            candidate for candidate in self.candidates() if (candidate.prefill, candidate.decode) == (prefill, decode)
+        ]
+        placed = [placement for each in chosen for placement in self.placements(each)]
+        return max(placed, key=lambda placement: placement.rate_per_s, default=None)
 
-    def candidates(self) -> Iterator[Candidate]:
+    def candidates(self) -> Iterator[ParallelismChoice]:
         """Yield the candidates whose bound is above 0."""
         kinds = self.problem.kinds
-        splits = {phase: sorted(self._useful(phase), key=lambda one: (one.tp, one.pp)) for phase in PHASES}
+        splits = {phase: sorted(self._useful(phase), key=lambda split: (split.tp, split.pp)) for phase in PHASES}
         for uses in product(*(self._uses(kind) for kind in kinds)):
             if uses.count("split") > 1:
                 continue
             for prefill, decode in product(splits["prefill"], splits["decode"]):
                 counts, bound = self._bound(uses, prefill, decode)
                 if bound > 0.0:
-                    yield Candidate(prefill, decode, uses, counts, bound)
+                    yield ParallelismChoice(prefill, decode, uses, counts, bound)
 
     def _uses(self, kind: GpuKind) -> tuple[Use, ...]:
         if kind.role != "both":
@@ -169,7 +171,7 @@ class Search:
             for kind in self.problem.kinds
             if kind.role in ("both", phase)
             for split in possible_splits(self.problem, kind)
-            if self._alone_per_s(phase, kind, split) > 0.0
+            if self._isolated_per_s(phase, kind, split) > 0.0
         }
 
     def _bound(self, uses: Sequence[Use], prefill: Parallelism, decode: Parallelism) -> tuple[tuple[int, int], float]:
@@ -181,12 +183,12 @@ class Search:
                 shared = kind
             else:
                 split = prefill if use == "prefill" else decode
-                fixed[use] += len(kind.gpus) // split.gpus * self._alone_per_s(use, kind, split)
+                fixed[use] += len(kind.gpus) // split.gpus * self._isolated_per_s(use, kind, split)
         if shared is None:
             return (0, 0), min(fixed.values())
         most = len(shared.gpus)
-        alone = [
-            self._alone_per_s(phase, shared, split) for phase, split in zip(PHASES, (prefill, decode), strict=True)
+        isolated = [
+            self._isolated_per_s(phase, shared, split) for phase, split in zip(PHASES, (prefill, decode), strict=True)
         ]
         several = len(self.problem.kinds) > 1  # then a kind without one of the phases is not split
         here = np.arange(several, most // prefill.gpus + 1)
@@ -195,20 +197,20 @@ class Search:
             here, there = here[there > 0], there[there > 0]
         if not len(here):
             return (0, 0), 0.0
-        rates = np.minimum(fixed["prefill"] + here * alone[0], fixed["decode"] + there * alone[1])
+        rates = np.minimum(fixed["prefill"] + here * isolated[0], fixed["decode"] + there * isolated[1])
         place = int(rates.argmax())
         return (int(here[place]), int(there[place])), float(rates[place])
 
-    def _alone_per_s(self, phase: Phase, kind: GpuKind, split: Parallelism) -> float:
+    def _isolated_per_s(self, phase: Phase, kind: GpuKind, split: Parallelism) -> float:
         """Return the requests per second of the best instance of this parallelism; 0 if it cannot serve."""
         key = (phase, kind.name, split)
-        if key not in self._alone:
+        if key not in self._isolated:
             if split.gpus > len(kind.gpus) or self.builder.roofline(kind, split).kv_tokens() <= 0.0:
-                self._alone[key] = 0.0
+                self._isolated[key] = 0.0
             else:
                 chain = self.builder.chained(phase, kind, split, self.groups(phase, kind, split.tp)[: split.pp])
-                self._alone[key] = max((alone_per_s(self.problem, one) for one in chain), default=0.0)
-        return self._alone[key]
+                self._isolated[key] = max((isolated_per_s(self.problem, instance) for instance in chain), default=0.0)
+        return self._isolated[key]
 
     def groups(self, phase: Phase, kind: GpuKind, tp: int) -> list[Shards]:
         """Return groups of all free GPUs of a kind, the best first."""
@@ -222,7 +224,7 @@ class Search:
     def _grouper(self, pool: Pool, phase: Phase, kind: GpuKind, tp: int) -> Grouper:
         return Grouper(pool, tp, lambda group: self.builder.price(phase, kind, group), self.method)
 
-    def placements(self, candidate: Candidate) -> Iterator[Placement]:
+    def placements(self, candidate: ParallelismChoice) -> Iterator[Placement]:
         """Yield the placements of a candidate: with the phases in separate racks and, if GPUs are split, mixed."""
         several_racks = (
             len({self.problem.cluster.places.domains[node][1] for kind in self.problem.kinds for node, _ in kind.gpus})
@@ -242,7 +244,9 @@ class Search:
             if placed is not None:
                 yield placed
 
-    def _split_groups(self, candidate: Candidate, kind: GpuKind, *, spread: bool) -> Mapping[Phase, list[Shards]]:
+    def _split_groups(
+        self, candidate: ParallelismChoice, kind: GpuKind, *, spread: bool
+    ) -> Mapping[Phase, list[Shards]]:
         """Return groups of both phases on one kind; the phase with the larger groups chooses first."""
         pool = Pool.of(self.problem.cluster, kind.gpus)
         found: dict[Phase, list[Shards]] = {}
@@ -253,7 +257,10 @@ class Search:
 
     def placement(self, prefill: Sequence[PlacedInstance], decode: Sequence[PlacedInstance]) -> Placement | None:
         """Return the placement of the instances that meet the SLOs when idle; None if a phase has none."""
-        sides = [tuple(one for one in side if alone_per_s(self.problem, one) > 0.0) for side in (prefill, decode)]
+        sides = [
+            tuple(instance for instance in side if isolated_per_s(self.problem, instance) > 0.0)
+            for side in (prefill, decode)
+        ]
         if not (sides[0] and sides[1]):
             return None
         evaluation = Evaluation(self.problem, *sides)
@@ -269,8 +276,8 @@ class Search:
         """Return the placement with the schemes that are fastest for the batches that it has at a rate; None if it then
         sustains no rate."""
         batch = placed.evaluation.operation(rate_per_s).decode_batch
-        decode = [self.builder.rechosen(one, batch / one.split.pp) for one in placed.decode]
-        if [one.schemes for one in decode] == [one.schemes for one in placed.decode]:
+        decode = [self.builder.rechosen(instance, batch / instance.split.pp) for instance in placed.decode]
+        if [instance.schemes for instance in decode] == [instance.schemes for instance in placed.decode]:
             return placed
         return self.placement(placed.prefill, decode)
 
@@ -278,7 +285,7 @@ class Search:
         """Return the placement without instances that the rate does not need, the slowest first."""
         least = placed.rate_per_s * _TRIMMED_SHARE
         for phase in PHASES:
-            ranked = sorted(getattr(placed, phase), key=lambda one: -alone_per_s(self.problem, one))
+            ranked = sorted(getattr(placed, phase), key=lambda instance: -isolated_per_s(self.problem, instance))
             low, high, kept = 1, len(ranked), placed
             while low < high:
                 middle = (low + high) // 2
@@ -301,7 +308,7 @@ class Search:
             if self.builder.roofline(kind, split).kv_tokens() > problem.lengths.mix.tokens[-1] + problem.output_tokens
         ]
         if not fits:
-            kind = max(problem.kinds, key=lambda each: each.memory_bytes * len(each.gpus))
+            kind = max(problem.kinds, key=lambda kind: kind.memory_bytes * len(kind.gpus))
             about = f"{problem.model.name} ({problem.weights_bytes / 1e9:,.0f} GB of weights)"
             what = f"{about} and the KV of one request fit into no group of GPUs"
             least = int(np.ceil(problem.weights_bytes / kind.memory_bytes))
@@ -311,7 +318,9 @@ class Search:
             )
             return InputError(what, where=str(problem.path), hint=hint)
         for phase in PHASES:
-            if not any(self._alone_per_s(phase, kind, split) for kind, split in fits if kind.role in ("both", phase)):
+            if not any(
+                self._isolated_per_s(phase, kind, split) for kind, split in fits if kind.role in ("both", phase)
+            ):
                 slo = "TTFT" if phase == "prefill" else "TPOT"
                 limit = problem.objective.ttft_s if phase == "prefill" else problem.objective.tpot_s
                 what = f"no group of GPUs meets a {slo} of {limit:g} s, even for a single request"

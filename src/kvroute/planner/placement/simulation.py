@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 
 from kvroute.control import ControlSpec
-from kvroute.planner.placement.evaluation import alone_per_s
+from kvroute.planner.placement.evaluation import isolated_per_s
 from kvroute.planner.placement.instances import PlacedInstance
 from kvroute.planner.placement.output import cluster_file, named
 from kvroute.planner.placement.problem import PlacementProblem
 from kvroute.planner.placement.search import Placement
 from kvroute.sim.metrics import AllReduceCost, Spread
 from kvroute.sim.run import simulate
-from kvroute.sim.settings import SimSettings, Slo
+from kvroute.sim.settings import SimSpec, Slo
 from kvroute.sim.workload import Trace, TracedRequest
 from kvroute.topology import build
 from kvroute.types import FloatArray
@@ -74,7 +74,7 @@ def simulated(
     slo = Slo(ttft_s=problem.objective.ttft_s, tpot_s=problem.objective.tpot_s)
     warmup_s = min(_WARMUP_RESIDENCES * residence_s, 0.5 * count / rate_per_s)
     # Requests share no prefix, so a cache on decode instances would only take memory.
-    settings = SimSettings(slo=slo, warmup_s=warmup_s, decode_cache=False)
+    settings = SimSpec(slo=slo, warmup_s=warmup_s, decode_cache=False)
     summary = simulate(cluster, poisson_trace(problem, count, rate_per_s, _SEED), spec, settings, seed=_SEED).summary
     return Simulated(
         prefill_instances=len(sides["prefill"]),
@@ -95,7 +95,7 @@ def _selected(instances: Sequence[PlacedInstance]) -> tuple[PlacedInstance, ...]
 
 
 def _total_per_s(problem: PlacementProblem, instances: Sequence[PlacedInstance]) -> float:
-    return sum(alone_per_s(problem, one) for one in instances)
+    return sum(isolated_per_s(problem, instance) for instance in instances)
 
 
 def poisson_trace(problem: PlacementProblem, count: int, rate_per_s: float, seed: int) -> Trace:

@@ -74,7 +74,7 @@ class Swaps:
         """Try one swap; return the change of the sum of prices."""
         one = self._tried[self._draw.integers(len(self._tried))]
         domains = {self._domain(node) for node, _ in self.groups[one]}
-        near = sorted(set[int]().union(*(self._beside[each] for each in domains)) - {one})
+        near = sorted(set[int]().union(*(self._beside[domain] for domain in domains)) - {one})
         spare = [place for place, (node, _) in enumerate(self.free) if self._domain(node) in domains]
         count = int(self._draw.integers(1, 3)) if len(self.groups[one]) > 2 else 1
         if len(spare) >= count and (not near or self._draw.random() < 0.5):

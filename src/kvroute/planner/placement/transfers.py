@@ -22,14 +22,14 @@ _PAIRS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class IdleTransfer:
     """One KV transfer on an idle network, by max-min fair flows."""
 
     line: Affine
     links: tuple[int, ...]
 
 
-def transfer(cluster: Cluster, source: PlacedInstance, target: PlacedInstance) -> Transfer:
+def transfer(cluster: Cluster, source: PlacedInstance, target: PlacedInstance) -> IdleTransfer:
     """Return a transfer between two instances: as many flows as the side with more GPUs has, each for an equal part."""
     here, there = source.gpus, target.gpus
     paths = GpuPaths(cluster, (*here, *there))
@@ -39,12 +39,12 @@ def transfer(cluster: Cluster, source: PlacedInstance, target: PlacedInstance) -
     latency_s = max(paths.latency_s(*pair) for pair in ends)
     total_s = seconds(Collective("ring", flows, latency_s), cluster.capacity_bytes_per_s)
     links = tuple(sorted({link for flow in flows for link in flow.links}))
-    return Transfer(Affine(latency_s, (total_s - latency_s) / _BYTES), links)
+    return IdleTransfer(Affine(latency_s, (total_s - latency_s) / _BYTES), links)
 
 
 def sample_transfers(
     cluster: Cluster, prefill: Sequence[PlacedInstance], decode: Sequence[PlacedInstance]
-) -> list[Transfer]:
+) -> list[IdleTransfer]:
     """Return transfers of all pairs, or of a fixed sample that visits all instances in turn."""
     pairs = len(prefill) * len(decode)
     step = max(pairs // _PAIRS, 1)

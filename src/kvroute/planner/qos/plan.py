@@ -122,14 +122,14 @@ def qos_plan(cluster: str, link: LinkType, entry: QosEntry, lines: Lines) -> Qos
         _reject(_roce_faults(entries, classes, lines))
         return QosPlan(cluster, link, classes, None, _roce(entry, classes))
     _reject(_infiniband_faults(entry, classes, lines))
-    high = {each.vl: round(each.share * 100) for each in classes if each.high}
-    low = {each.vl: round(each.share * 100) for each in classes if not each.high}
+    high = {traffic_class.vl: round(traffic_class.share * 100) for traffic_class in classes if traffic_class.high}
+    low = {traffic_class.vl: round(traffic_class.share * 100) for traffic_class in classes if not traffic_class.high}
     tables = arbitration(high, low, entry.mtu)
     guaranteed = guaranteed_shares(tables, entry.mtu)
-    classes = tuple(replace(each, guaranteed_share=guaranteed[each.vl]) for each in classes)
+    classes = tuple(replace(traffic_class, guaranteed_share=guaranteed[traffic_class.vl]) for traffic_class in classes)
     _reject(_table_faults(entry, tables, classes, lines))
-    other = next(each.vl for each in classes if each.default)
-    lanes = {each.service_level: each.vl for each in classes}
+    other = next(traffic_class.vl for traffic_class in classes if traffic_class.default)
+    lanes = {traffic_class.service_level: traffic_class.vl for traffic_class in classes}
     sl2vl = tuple(lanes.get(level, other) for level in range(_SERVICE_LEVELS))
     return QosPlan(cluster, link, classes, InfiniBandQos(entry.vls, tables, sl2vl), None)
 
@@ -140,10 +140,10 @@ def _roce(entry: QosEntry, classes: Sequence[TrafficClass]) -> RoceQos:
     A value that no class lists keeps its priority, and the priority is mapped to the traffic class of the default. If a
     class has that priority or priority 0, the value gets the priority of the default.
     """
-    other = next(each.priority for each in classes if each.default)
-    taken = {each.priority for each in classes} - {other}
-    marked = {value: each.priority for each in classes for value in each.dscp}
-    own = {each.priority: each for each in classes}
+    other = next(traffic_class.priority for traffic_class in classes if traffic_class.default)
+    taken = {traffic_class.priority for traffic_class in classes} - {other}
+    marked = {value: traffic_class.priority for traffic_class in classes for value in traffic_class.dscp}
+    own = {traffic_class.priority: traffic_class for traffic_class in classes}
     return RoceQos(
         interface=entry.interface,
         dscp=tuple(sorted(marked)),
@@ -162,19 +162,19 @@ def _numbered(entries: Sequence[TrafficClassEntry]) -> tuple[TrafficClass, ...]:
     place = {index: number for number, index in enumerate(order)}
     return tuple(
         TrafficClass(
-            name=each.name,
-            share=each.share / 100,
-            guaranteed_share=each.share / 100,
-            default=each.default,
-            high=each.high,
-            service_level=place[index] if each.service_level is None else each.service_level,
-            vl=place[index] if each.vl is None else each.vl,
-            dscp=tuple(each.dscp),
-            priority=(each.dscp[0] // 8 if each.dscp else 0) if each.priority is None else each.priority,
-            lossless=each.lossless,
-            library=each.library,
+            name=entry.name,
+            share=entry.share / 100,
+            guaranteed_share=entry.share / 100,
+            default=entry.default,
+            high=entry.high,
+            service_level=place[index] if entry.service_level is None else entry.service_level,
+            vl=place[index] if entry.vl is None else entry.vl,
+            dscp=tuple(entry.dscp),
+            priority=(entry.dscp[0] // 8 if entry.dscp else 0) if entry.priority is None else entry.priority,
+            lossless=entry.lossless,
+            library=entry.library,
         )
-        for index, each in enumerate(entries)
+        for index, entry in enumerate(entries)
     )
 
 
@@ -191,19 +191,19 @@ def _at(index: int | None = None, key: str = "") -> Key:
 def _class_faults(entries: Sequence[TrafficClassEntry], lines: Lines) -> list[FileError]:
     """Return what is wrong on every type of link."""
     found = []
-    total = sum(each.share for each in entries)
+    total = sum(entry.share for entry in entries)
     if total != 100:
         what = f"the shares of the classes add up to {total}, not to 100"
         found.append(lines.error(what, _at(), "give percentages of the link"))
-    for index, each in enumerate(entries):
-        if not each.share:
-            what = f"class {each.name} has a share of 0 and would starve while others send"
+    for index, entry in enumerate(entries):
+        if not entry.share:
+            what = f"class {entry.name} has a share of 0 and would starve while others send"
             found.append(lines.error(what, _at(index, "share"), "give at least 1"))
-    defaults = sum(each.default for each in entries)
+    defaults = sum(entry.default for entry in entries)
     if defaults != 1:
         what = f"{defaults or 'no'} classes are the default for other traffic"
         found.append(lines.error(what, _at(), "set `default: true` in one class"))
-    return found + _twice([each.name for each in entries], "name", "the name", lines)
+    return found + _twice([entry.name for entry in entries], "name", "the name", lines)
 
 
 def _twice(values: Sequence[object], key: str, noun: str, lines: Lines) -> list[FileError]:
@@ -216,14 +216,15 @@ def _twice(values: Sequence[object], key: str, noun: str, lines: Lines) -> list[
 
 
 def _infiniband_faults(entry: QosEntry, classes: Sequence[TrafficClass], lines: Lines) -> list[FileError]:
-    found = _twice([each.vl for each in classes], "vl", "virtual lane", lines)
-    found += _twice([each.service_level for each in classes], "service_level", "service level", lines)
-    for index, each in enumerate(classes):
-        if each.vl >= entry.vls:
-            what = f"class {each.name} uses virtual lane {each.vl}, and ports have {entry.vls} (0 to {entry.vls - 1})"
+    found = _twice([traffic_class.vl for traffic_class in classes], "vl", "virtual lane", lines)
+    found += _twice([traffic_class.service_level for traffic_class in classes], "service_level", "service level", lines)
+    for index, traffic_class in enumerate(classes):
+        if traffic_class.vl >= entry.vls:
+            uses = f"class {traffic_class.name} uses virtual lane {traffic_class.vl}"
+            what = f"{uses}, and ports have {entry.vls} (0 to {entry.vls - 1})"
             found.append(lines.error(what, _at(index, "vl"), "use a lower one, or give the ports' number as `vls`"))
     for high, kind in ((True, "all"), (False, "none")):
-        if all(each.high is high for each in classes):
+        if all(traffic_class.high is high for traffic_class in classes):
             what = f"{kind} of the classes are `high`, so that no class has priority over another"
             found.append(lines.error(what, _at(), "set `high: true` in some of the classes"))
     return found
@@ -233,7 +234,7 @@ def _table_faults(
     entry: QosEntry, tables: Arbitration, classes: Sequence[TrafficClass], lines: Lines
 ) -> list[FileError]:
     """Return what the tables cannot express: the share that is missed most, or else too many entries."""
-    index, worst = min(enumerate(classes), key=lambda one: one[1].guaranteed_share / one[1].share)
+    index, worst = min(enumerate(classes), key=lambda entry: entry[1].guaranteed_share / entry[1].share)
     if worst.guaranteed_share < _SHARE_MIN * worst.share:
         what = f"class {worst.name} would be guaranteed {worst.guaranteed_share:.1%} instead of {worst.share:.0%}"
         hint = "the classes without `high: true` can have a half, a third, a quarter, ... of the link together"
@@ -252,18 +253,19 @@ def _table_faults(
 def _roce_faults(
     entries: Sequence[TrafficClassEntry], classes: Sequence[TrafficClass], lines: Lines
 ) -> list[FileError]:
-    found = _twice([each.priority for each in classes], "priority", "priority", lines)
+    found = _twice([traffic_class.priority for traffic_class in classes], "priority", "priority", lines)
     owner: dict[int, str] = {}
-    for index, (entry, each) in enumerate(zip(entries, classes, strict=True)):
-        for value in each.dscp:
+    for index, (entry, traffic_class) in enumerate(zip(entries, classes, strict=True)):
+        for value in traffic_class.dscp:
             if value in owner:
-                what = f"DSCP {value} is in class {owner[value]} and in class {each.name}"
+                what = f"DSCP {value} is in class {owner[value]} and in class {traffic_class.name}"
                 found.append(lines.error(what, _at(index, "dscp"), "give every value to one class"))
-            owner.setdefault(value, each.name)
-        if not each.dscp and not each.default:
-            what = f"class {each.name} has no DSCP value, so that no packet is in it"
+            owner.setdefault(value, traffic_class.name)
+        if not traffic_class.dscp and not traffic_class.default:
+            what = f"class {traffic_class.name} has no DSCP value, so that no packet is in it"
             found.append(lines.error(what, _at(index, "dscp"), "give the values that its senders set"))
-        if entry.pfc is not None and entry.pfc != each.lossless:
-            what = f"class {each.name} is {'lossless without' if each.lossless else 'not lossless but has'} PFC"
+        if entry.pfc is not None and entry.pfc != traffic_class.lossless:
+            has = "lossless without" if traffic_class.lossless else "not lossless but has"
+            what = f"class {traffic_class.name} is {has} PFC"
             found.append(lines.error(what, _at(index, "pfc"), "remove `pfc`, or change `lossless`"))
     return found

@@ -11,9 +11,9 @@ from kvroute.planner.throughput.kv_throughput import egress_bytes_per_s, mean_kv
 from kvroute.planner.throughput.problem import Problem, Site
 from kvroute.planner.throughput.search import (
     KINDS,
-    Deployment,
     Kind,
     Optimum,
+    PlannedDeployment,
     deployment,
     find,
     find_home,
@@ -50,7 +50,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     choices: tuple[str, ...]
-    deployments: dict[Kind, Deployment]
+    deployments: dict[Kind, PlannedDeployment]
     """Deployments by kind; `home` is missing if the PD clusters are too small to serve alone."""
     bounds_per_s: dict[str, float | None]
     """Requests per second that `prfaas` could serve if one stage alone limited it: Theta_prfaas / p,

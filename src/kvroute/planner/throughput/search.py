@@ -28,14 +28,14 @@ _MOST_SPLITS = 100_000
 _CELLS_AT_ONCE = 2_000_000
 
 
-class Ttft(msgspec.Struct, frozen=True, kw_only=True):
+class PrefillTtft(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill time in seconds over all requests, without queueing and transfer, as in the paper's tables."""
 
     mean: float
     p90: float
 
 
-class Deployment(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedDeployment(msgspec.Struct, frozen=True, kw_only=True):
     """The search result for one deployment, as `--json` prints it."""
 
     threshold_tokens: int | None
@@ -50,7 +50,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     stage_per_s: dict[str, float]
     """Theta of `prfaas`, `pd_p` and `pd_d` (eq. 3 to 5), in requests per second; 0 if a stage has no work."""
     lambda_max_per_s: float
-    ttft_s: Ttft
+    ttft_s: PrefillTtft
     binding: Binding
 
 
@@ -136,10 +136,10 @@ def kept(problem: Problem, optimum: Optimum) -> StageRates:
     return stage_rates(system, optimum.cell.thresholds, optimum.cell.n_prefill, optimum.cell.n_decode)
 
 
-def deployment(optimum: Optimum, kind: Kind = "prfaas") -> Deployment:
+def deployment(optimum: Optimum, kind: Kind = "prfaas") -> PlannedDeployment:
     """Return the numbers of an optimum."""
     cell = optimum.cell
-    return Deployment(
+    return PlannedDeployment(
         threshold_tokens=int(optimum.threshold_tokens) if kind == "prfaas" else None,
         n_prfaas=sum(site.instances for site in optimum.prfaas),
         n_prefill=int(cell.n_prefill.sum()),
@@ -200,7 +200,7 @@ def _system(problem: Problem, prfaas: tuple[Site, ...], pd: tuple[Site, ...]) ->
     )
 
 
-def _ttft(optimum: Optimum) -> Ttft:
+def _ttft(optimum: Optimum) -> PrefillTtft:
     """Return mean and p90 of the prefill seconds, each cluster weighted with its share of the requests."""
     cell, mix = optimum.cell, optimum.system.mix
     short = np.arange(len(mix.tokens)) < cell.cut.below[0]
@@ -217,4 +217,4 @@ def _ttft(optimum: Optimum) -> Ttft:
     all_s, share = np.concatenate(seconds), np.concatenate(weights)
     order = np.argsort(all_s, kind="stable")
     at = int(np.searchsorted(np.cumsum(share[order]), 0.9 - 1e-12))
-    return Ttft(mean=float(all_s @ share), p90=float(all_s[order][at]))
+    return PrefillTtft(mean=float(all_s @ share), p90=float(all_s[order][at]))

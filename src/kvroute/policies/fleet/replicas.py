@@ -184,7 +184,7 @@ class _Stage:
     """Instances that are busy with work that waits already, for the time in which it is to be done."""
 
     def need(self, target: ReplicaTarget, bounds: ReplicaBounds) -> RoleNeed:
-        reason = max(self.loads, key=lambda each: self.loads[each])
+        reason = max(self.loads, key=lambda resource: self.loads[resource])
         count, load = max(math.ceil(self.loads[reason] / target.utilisation_max - 1e-9), 1), self.loads[reason]
         if not math.isfinite(load):
             count = REPLICAS_MAX

@@ -1,4 +1,4 @@
-"""Prices a request that one instance serves alone, in the seconds in which pairs are priced. It is pure.
+"""Prices an aggregated request, which one instance serves, in the seconds in which pairs are priced. It is pure.
 
 A decode instance computes a prompt in chunks beside decode steps. This saves the transfer and the queue of a prefill
 instance, uses the prefix cached there, and delays the requests that decode there. A prefill instance can go on to
@@ -20,15 +20,15 @@ from kvroute.policies.foresight.aggregated_pricing import (
     ROWS,
     SESSION_S,
     least_delay_s,
-    price_alone,
+    price_aggregated,
 )
 from kvroute.policies.foresight.policy import Foresight
 from kvroute.policies.foresight.spec import ForesightSpec
 from kvroute.types import BoolArray, Candidates, Choice, FloatArray, IntArray, Terms
 
 
-class AloneCandidates(NamedTuple):
-    """Decode or prefill instances of one protocol that may serve a request alone, n of them."""
+class AggregatedCandidates(NamedTuple):
+    """Decode or prefill instances of one protocol that may serve an aggregated request, n of them."""
 
     candidates: Candidates
     """`hit_tokens`: prefix that they need not compute; `kv_bytes`: 0, because nothing is transferred."""
@@ -37,21 +37,21 @@ class AloneCandidates(NamedTuple):
     prefill_s: FloatArray
     """Seconds to compute this prompt on an instance that does nothing else, given its cached prefix, [n]."""
     chunks: IntArray
-    """Number of iterations over which the prompt is divided, [n]; of no meaning with `stays`."""
+    """Number of iterations over which the prompt is divided, [n]; of no meaning with `kept`."""
     delayed: IntArray
     """Requests on each instance that are delayed by one more prompt, [n]."""
     share: FloatArray
     """Share of the time that each instance spends on prompts, [n]."""
-    stays: bool = False
+    kept: bool = False
     """Whether they are prefill instances, which compute prompts first and go on to decode."""
     session_s: FloatArray | None = None
     """Minus the bonus of the instance that served the request's session last, else 0, [n]; None: there is none."""
 
 
-class AloneOffer(NamedTuple):
-    """What the choice between a pair and a decode instance alone depends on, beside the pair."""
+class AggregatedOffer(NamedTuple):
+    """What the choice between a pair and aggregated serving depends on, beside the pair."""
 
-    pools: tuple[AloneCandidates, ...]
+    pools: tuple[AggregatedCandidates, ...]
     """The candidates, by protocol and role."""
     waiting: IntArray
     """Requests that wait for or are in prefill on each prefill instance, [prefill instances]."""
@@ -71,15 +71,15 @@ class AloneOffer(NamedTuple):
     """Whether the KV cache of a pair is sent while it is computed."""
 
 
-class Alone(NamedTuple):
+class AggregatedChoice(NamedTuple):
     """An instance that computes the prompt and decodes."""
 
     pool: int
-    """Index into `AloneOffer.pools`."""
+    """Index into `AggregatedOffer.pools`."""
     decode: Choice
     """Index into the candidates of that pool, and their terms."""
     compared: Terms
-    """See `cheapest_alone`."""
+    """See `cheapest_aggregated`."""
 
 
 class PairPrice(NamedTuple):
@@ -124,7 +124,7 @@ class PairPrice(NamedTuple):
 
     @property
     def parts(self) -> tuple[float, ...]:
-        """The parts in the order of the rows of `price_alone`."""
+        """The parts in the order of the rows of `price_aggregated`."""
         *seconds, session_s, hit_tokens = self[1:-1]
         return (*seconds, hit_tokens, session_s)
 
@@ -143,11 +143,11 @@ PARTS = (
     "hit_tokens",
 )
 """Columns of the terms, beside `session_s` if an instance served the session last. The sum of all in seconds is the
-cost. They are the first rows of the `terms` of `price_alone`."""
+cost. They are the first rows of the `terms` of `price_aggregated`."""
 _NOTHING: FloatArray = np.zeros(0)
 
 
-class Load(NamedTuple):
+class LoadPrices(NamedTuple):
     """Prices of the load of n decode instances, without a transfer, in seconds."""
 
     wait_s: FloatArray
@@ -162,17 +162,17 @@ class Load(NamedTuple):
     """The same, and the time by which it makes the steps of the others longer."""
 
 
-def load_of(spec: ForesightSpec, candidates: Candidates, output_tokens: float) -> Load:
+def load_of(spec: ForesightSpec, candidates: Candidates, output_tokens: float) -> LoadPrices:
     """Return the price of the load of each candidate."""
     wait_s, step_s, slot_s = Foresight(spec).load_s(candidates, output_tokens)
     response_s = output_tokens * step_s
     others_s = output_tokens * candidates.iteration_per_request_s * (candidates.batch + candidates.queued)
-    return Load(spec.wait_weight * wait_s, step_s, slot_s, response_s, response_s + spec.delay_weight * others_s)
+    return LoadPrices(spec.wait_weight * wait_s, step_s, slot_s, response_s, response_s + spec.delay_weight * others_s)
 
 
-def cheapest_alone(
-    spec: ForesightSpec, offer: AloneOffer, loads: list[Load], pair: PairPrice | None
-) -> tuple[Alone | None, Terms]:
+def cheapest_aggregated(
+    spec: ForesightSpec, offer: AggregatedOffer, loads: list[LoadPrices], pair: PairPrice | None
+) -> tuple[AggregatedChoice | None, Terms]:
     """Return the candidate that misses the fewest targets, of these the cheapest one, the first of equals; None if no
     instance has room. Also return the terms of the candidates of all pools, and last of the pair, if there is one.
 
@@ -209,17 +209,17 @@ def cheapest_alone(
         return None, compared
     number, index, own = found
     chosen = _terms(spec, names[own], feasible[own], terms[:, own], sessions=sessions)
-    return Alone(number, Choice(index, chosen), compared), compared
+    return AggregatedChoice(number, Choice(index, chosen), compared), compared
 
 
-def targets_of(spec: ForesightSpec, offer: AloneOffer) -> FloatArray:
+def targets_of(spec: ForesightSpec, offer: AggregatedOffer) -> FloatArray:
     """Return the targets for `misses`."""
     return np.array((spec.tpot or np.inf, spec.ttft or np.inf, offer.short_tokens))
 
 
-def _beside_s(offer: AloneOffer) -> float:
+def _beside_s(offer: AggregatedOffer) -> float:
     """Return the least delay that a prompt like this one imposes on a decode instance."""
-    known = ((pool.candidates, pool) for pool in offer.pools if not pool.stays)
+    known = ((pool.candidates, pool) for pool in offer.pools if not pool.kept)
     each_s = (least_delay_s(one.need_bytes, one.free_kv_bytes, pool.delayed, pool.prefill_s) for one, pool in known)
     least_s = min(each_s, default=np.inf)
     return least_s if least_s < np.inf else 0.0
@@ -227,17 +227,18 @@ def _beside_s(offer: AloneOffer) -> float:
 
 def _price(
     spec: ForesightSpec,
-    pool: AloneCandidates,
-    load: Load,
-    offer: AloneOffer,
+    pool: AggregatedCandidates,
+    load: LoadPrices,
+    offer: AggregatedOffer,
     against: tuple[float, float, FloatArray],
     feasible: BoolArray,
     terms: FloatArray,
 ) -> int:
-    """Call `price_alone` for a pool. Args: `against`: `loss_s`, `delay_price` and `targets`, the same for all pools."""
+    """Call `price_aggregated` for a pool. Args: `against`: `loss_s`, `delay_price` and `targets`, the same for all
+    pools."""
     loss_s, delay_price, targets = against
     candidates = pool.candidates
-    return price_alone(
+    return price_aggregated(
         candidates.need_bytes,
         candidates.free_kv_bytes,
         candidates.batch,
@@ -254,7 +255,7 @@ def _price(
         load.slot_s,
         load.response_s,
         load.batch_s,
-        pool.stays,
+        pool.kept,
         offer.busy,
         loss_s,
         float(spec.delay_weight),

@@ -1,4 +1,4 @@
-"""Compiled kernels: the price of every instance that may serve a request alone.
+"""Compiled kernels: the price of every instance that may serve an aggregated request.
 
 The functions take only arrays and numbers; `kvroute.policies.foresight.aggregated` explains their meaning.
 """
@@ -68,7 +68,7 @@ def least_delay_s(need_bytes: FloatArray, free_kv_bytes: FloatArray, delayed: In
 
 
 @compiled
-def price_alone(
+def price_aggregated(
     need_bytes: FloatArray,
     free_kv_bytes: FloatArray,
     batch: IntArray,
@@ -85,7 +85,7 @@ def price_alone(
     slot_s: FloatArray,
     response_s: FloatArray,
     batch_s: FloatArray,
-    stays: bool,
+    kept: bool,
     busy: float,
     loss_s: float,
     delay_weight: float,
@@ -102,10 +102,10 @@ def price_alone(
 
     Args:
         need_bytes to hit_tokens: see `Candidates`.
-        prompts_s to session_s: see `AloneCandidates`; an empty `session_s` stands for zeros.
+        prompts_s to session_s: see `AggregatedCandidates`; an empty `session_s` stands for zeros.
         wait_s to batch_s: see `Load`.
-        stays: see `AloneCandidates`.
-        busy: see `AloneOffer`.
+        kept: see `AggregatedCandidates`.
+        busy: see `AggregatedOffer`.
         loss_s: what a later prompt like this one loses if it must avoid a prefill instance that decodes.
         delay_weight: see `ForesightSpec`.
         floor_s: least time of a prompt by which `reserve_s` is divided.
@@ -124,13 +124,13 @@ def price_alone(
         terms[WAIT_S, i] = max(wait_s[i], prompts_s[i])
         terms[PREFILL_S, i] = prefill_s[i]
         terms[TRANSFER_S, i] = 0.0
-        beside = batch[i] > 0 and not stays
+        beside = batch[i] > 0 and not kept
         terms[STEPS_S, i] = chunks[i] * (base_s[i] + per_request_s[i] * batch[i]) if beside else 0.0
         terms[SLOT_S, i] = slot_s[i]
         terms[DELAY_S, i] = delay_weight * delayed[i] * prefill_s[i]
         terms[LATER_S, i] = later_s(delay_weight, response_s[i], share[i])
         terms[RESERVE_S, i] = 0.0
-        if stays:
+        if kept:
             # Later prompts go elsewhere, or they delay this response here.
             lost_s = busy * min(loss_s, prefill_s[i])
             terms[RESERVE_S, i] = delay_weight * response_s[i] / max(prefill_s[i], floor_s) * lost_s

@@ -1,4 +1,4 @@
-"""Chooses prefill and decode instance together at arrival, or an instance that serves the request alone. It is pure.
+"""Chooses prefill and decode instance together at arrival, or an instance that serves it aggregated. It is pure.
 
 The decode instance of a pair is not booked: it is chosen again when the prefill has ended and more is known.
 """
@@ -14,17 +14,17 @@ import numpy as np
 
 from kvroute.policies.constraint import TopologyConstraint, constrain
 from kvroute.policies.foresight.aggregated import (
-    Alone,
-    AloneOffer,
-    Load,
+    AggregatedChoice,
+    AggregatedOffer,
+    LoadPrices,
     PairPrice,
-    cheapest_alone,
+    cheapest_aggregated,
     load_of,
     targets_of,
 )
 from kvroute.policies.foresight.aggregated_pricing import later_s, misses
 from kvroute.policies.foresight.policy import Foresight
-from kvroute.policies.foresight.sight import Sight
+from kvroute.policies.foresight.sight import NetworkView
 from kvroute.policies.foresight.spec import ForesightSpec
 from kvroute.policies.prefill import PrefillCandidates
 from kvroute.types import Candidates, Choice, FloatArray, NetworkCosts, Reject, Request, Role, Terms
@@ -32,11 +32,12 @@ from kvroute.types import Candidates, Choice, FloatArray, NetworkCosts, Reject, 
 
 @dataclass(frozen=True, slots=True)
 class JointPath:
-    """The decode side for one prefill instance. The transfer starts when that prefill ends (in `sight.starts_s`)."""
+    """The decode side for one prefill instance. The transfer starts when that prefill ends (in
+    `network_view.starts_s`)."""
 
     candidates: Candidates
     costs: NetworkCosts
-    sight: Sight
+    network_view: NetworkView
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ class Pair:
 
     prefill: Choice
     decode: Choice
-    alone: Terms | None = None
-    """Terms of the instances that could have served the request alone, if there are any, and of this pair."""
+    aggregated: Terms | None = None
+    """Terms of the instances that could have served it aggregated, if there are any, and of this pair."""
 
 
 class Starts(NamedTuple):
@@ -66,7 +67,7 @@ class Starts(NamedTuple):
         cls,
         spec: ForesightSpec,
         prefill: PrefillCandidates,
-        offer: AloneOffer | None,
+        offer: AggregatedOffer | None,
         session_s: FloatArray | None,
     ) -> Starts:
         """Price the prefill on each instance."""
@@ -93,7 +94,7 @@ class Starts(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ForesightJoint:
     """Chooses at arrival the pair with the earliest end of the transfer, plus the delay imposed on others; or an
-    instance that serves the request alone, if that costs less than the pair."""
+    instance that serves it aggregated, if that costs less than the pair."""
 
     spec: ForesightSpec = field(default_factory=ForesightSpec)
     constraint: TopologyConstraint | None = None
@@ -108,10 +109,10 @@ class ForesightJoint:
         object.__setattr__(self, "_simulating", Foresight(self.spec, at_arrival=True))
 
     @property
-    def serves_alone(self) -> frozenset[Role]:
+    def serves_aggregated(self) -> frozenset[Role]:
         """See PairPolicy."""
         roles: tuple[Role, ...] = ("decode", "prefill")
-        return frozenset(roles[: int(self.spec.alone)])
+        return frozenset(roles[: int(self.spec.aggregated)])
 
     @property
     def has_targets(self) -> bool:
@@ -124,9 +125,9 @@ class ForesightJoint:
         prefill: PrefillCandidates,
         path_of: Callable[[int], JointPath | None],
         turn: int,
-        offer: AloneOffer | None = None,
+        offer: AggregatedOffer | None = None,
         session_s: FloatArray | None = None,
-    ) -> Pair | Alone | Reject:
+    ) -> Pair | AggregatedChoice | Reject:
         """Choose among the n prefill instances that have decode candidates (`path_of` returns None if there are none),
         and among the instances of the offer, if there is one.
 
@@ -136,10 +137,10 @@ class ForesightJoint:
         hold `start_s` and, for those evaluated, `decode_s`, the cost of the best decode instance. Those not simulated
         keep the closed form and rank behind those simulated.
 
-        With an offer, an instance serves the request alone if that costs less than the best pair. Both prices are the
-        time to the first token, the price of a decode slot, the delay of others by the prompt, and the delay of the
+        With an offer, an instance serves the request aggregated if that costs less than the best pair. Both prices are
+        the time to the first token, the price of a decode slot, the delay of others by the prompt, and the delay of the
         response by later prompts. The terms of the prefill choice then also hold `delay_s` of the requests that decode
-        on a prefill instance, `pair_s` of the chosen pair and `alone_s` of the best instance alone.
+        on a prefill instance, `pair_s` of the chosen pair and `aggregated_s` of the best single instance.
 
         `session_s` is minus the bonus of the prefill instance that served the request's session last, [n].
         """
@@ -148,30 +149,30 @@ class ForesightJoint:
         pair: Pair | None = None
         if found:
             order = sorted(found, key=lambda index: (starts.cost_s[index] + _paid(found[index][1]), index))
-            pair = self._played(request, prefill, starts, turn, found, order)
-        alone = None
+            pair = self._with_simulated_transfers(request, prefill, starts, turn, found, order)
+        aggregated = None
         if offer is not None and offer.pools:
-            alone, pair = self._against(pair, offer, prefill, starts, found)
+            aggregated, pair = self._against(pair, offer, prefill, starts, found)
         # A decode instance may have room later. A target for TPOT alone is worth that wait.
         waits = pair is None and refused is not None and self.spec.tpot and not self.spec.ttft
-        if alone is not None and not (waits and _misses(alone)):
-            return alone
+        if aggregated is not None and not (waits and _misses(aggregated)):
+            return aggregated
         nothing = Reject(request.id, "no prefill instance can transfer its KV cache to a decode instance")
         return pair or refused or nothing
 
     def _against(
         self,
         pair: Pair | None,
-        offer: AloneOffer,
+        offer: AggregatedOffer,
         prefill: PrefillCandidates,
         starts: Starts,
         found: dict[int, tuple[JointPath, Choice]],
-    ) -> tuple[Alone | None, Pair | None]:
-        """Return the best instance alone if it is cheaper than the pair, else None; and the pair, whose terms then hold
-        both prices."""
+    ) -> tuple[AggregatedChoice | None, Pair | None]:
+        """Return the best single instance if it is cheaper than the pair, else None; and the pair, whose terms then
+        hold both prices."""
         loads = [load_of(self.spec, pool.candidates, offer.output_tokens) for pool in offer.pools]
         if pair is None:
-            return cheapest_alone(self.spec, offer, loads, None)[0], None
+            return cheapest_aggregated(self.spec, offer, loads, None)[0], None
         candidates = found[pair.prefill.index][0].candidates
         known = zip(offer.pools, loads, strict=True)
         alike = ((pool.share, load) for pool, load in known if pool.candidates.names is candidates.names)
@@ -180,7 +181,7 @@ class ForesightJoint:
         load = load or load_of(self.spec, candidates, offer.output_tokens)
         target = pair.decode.index
         delay_s = later_s(float(self.spec.delay_weight), float(load.response_s[target]), float(share[target]))
-        used_share = found[pair.prefill.index][0].sight.used_share(target)
+        used_share = found[pair.prefill.index][0].network_view.used_share(target)
         price = self._pair_price(pair, offer, prefill, load, delay_s, used_share)
         if starts.session_s is not None:
             price = price._replace(session_s=float(starts.session_s[pair.prefill.index]))
@@ -190,22 +191,28 @@ class ForesightJoint:
             targets = targets_of(self.spec, offer)
             missed = misses(price.ttft_s, float(load.step_s[target]), 0.0, prompt_s, targets)
             price = price._replace(misses=missed)
-        alone, compared = cheapest_alone(self.spec, offer, loads, price)
-        if alone is None:
-            return None, replace(pair, alone=compared)
-        alone_s = _paid(alone.decode)
-        if (_misses(alone), alone_s) < (price.misses, price.cost):
-            return alone, pair
+        aggregated, compared = cheapest_aggregated(self.spec, offer, loads, price)
+        if aggregated is None:
+            return None, replace(pair, aggregated=compared)
+        aggregated_s = _paid(aggregated.decode)
+        if (_misses(aggregated), aggregated_s) < (price.misses, price.cost):
+            return aggregated, pair
         terms, count = pair.prefill.terms, len(prefill.names)
-        pair_s, each_alone_s = np.zeros(count), np.empty(count)
+        pair_s, each_aggregated_s = np.zeros(count), np.empty(count)
         pair_s[pair.prefill.index] = price.cost
-        each_alone_s.fill(alone_s)
-        parts = terms.parts | {"pair_s": pair_s, "alone_s": each_alone_s}
+        each_aggregated_s.fill(aggregated_s)
+        parts = terms.parts | {"pair_s": pair_s, "aggregated_s": each_aggregated_s}
         priced = Terms(terms.names, terms.cost, terms.feasible, parts)
         return None, Pair(Choice(pair.prefill.index, priced), pair.decode, compared)
 
     def _pair_price(
-        self, pair: Pair, offer: AloneOffer, prefill: PrefillCandidates, load: Load, later: float, used_share: float
+        self,
+        pair: Pair,
+        offer: AggregatedOffer,
+        prefill: PrefillCandidates,
+        load: LoadPrices,
+        later: float,
+        used_share: float,
     ) -> PairPrice:
         """Return the price of a pair.
 
@@ -275,7 +282,7 @@ class ForesightJoint:
             best_s = min(best_s, starts.cost_s[index] + _paid(choice))
         return found, refused
 
-    def _played(
+    def _with_simulated_transfers(
         self,
         request: Request,
         prefill: PrefillCandidates,
@@ -306,7 +313,7 @@ class ForesightJoint:
         return Pair(Choice(index, Terms(prefill.names, cost, feasible, parts)), chosen[index])
 
     def _price(self, policy: Foresight, path: JointPath, request: Request, turn: int) -> Choice | Reject:
-        seeing = policy.informed(path.sight)
+        seeing = policy.informed(path.network_view)
         if self.constraint is None:
             return seeing.choose(request, path.candidates, path.costs, turn)
         return constrain(seeing, self.constraint, request, path.candidates, path.costs, turn)
@@ -321,10 +328,10 @@ class PairingForesight(Foresight):
         return ForesightJoint(self.spec, constraint)
 
 
-def _misses(alone: Alone) -> int:
-    """Return the number of targets that an instance alone would miss; 0 without targets."""
-    parts = alone.decode.terms.parts
-    return int(parts["misses"][alone.decode.index]) if "misses" in parts else 0
+def _misses(aggregated: AggregatedChoice) -> int:
+    """Return the number of targets that a single instance would miss; 0 without targets."""
+    parts = aggregated.decode.terms.parts
+    return int(parts["misses"][aggregated.decode.index]) if "misses" in parts else 0
 
 
 def _paid(choice: Choice) -> float:

@@ -21,7 +21,7 @@ TAIL = 1e-9
 """Tail probability at which the number of rivals on a cable is cut off; also the tolerance for rounding."""
 
 
-class Fabric(NamedTuple):
+class AggregatedLinks(NamedTuple):
     """The aggregated links and their load: `LinkModel` after congestion, and the table of transfers."""
 
     attached: IntArray
@@ -29,7 +29,7 @@ class Fabric(NamedTuple):
     cable: FloatArray
     """Bandwidth of one cable that other traffic leaves free, bytes per second, [m]."""
     cables: IntArray
-    crowd: IntArray
+    flows_per_link: IntArray
     """Own transfers on each link, [m]."""
     hashed: int
     rivals: float
@@ -77,8 +77,8 @@ def collided(cable_bytes_per_s: float, rivals: float, hashed_paths: int, mean_by
     draws)].
     """
     if rivals <= 0.0:
-        alone: float = hashed_paths * cable_bytes_per_s
-        return alone
+        uncontended: float = hashed_paths * cable_bytes_per_s
+        return uncontended
     x = 0
     if rivals > 30.0:
         x = max(int(rivals - 7.0 * math.sqrt(rivals)), 0)
@@ -98,7 +98,7 @@ def collided(cable_bytes_per_s: float, rivals: float, hashed_paths: int, mean_by
 
 
 @compiled_in_place
-def _drawn(up: int, down: int, otherwise: float, fabric: Fabric) -> float:
+def _drawn(up: int, down: int, otherwise: float, fabric: AggregatedLinks) -> float:
     """Capacity of the hashed paths over one group up and one down; `otherwise` if both are unknown.
 
     Other flows of the same transfer may draw the same cable; they are assumed to use all that they can get.
@@ -108,7 +108,7 @@ def _drawn(up: int, down: int, otherwise: float, fabric: Fabric) -> float:
         if link >= 0:
             width = min(width, fabric.cable[link])
             if fabric.cables[link] > 1:
-                rivals += fabric.rivals * fabric.crowd[link] / fabric.cables[link]
+                rivals += fabric.rivals * fabric.flows_per_link[link] / fabric.cables[link]
                 siblings += fabric.siblings / fabric.cables[link]
     if width == np.inf:
         return otherwise
@@ -118,7 +118,7 @@ def _drawn(up: int, down: int, otherwise: float, fabric: Fabric) -> float:
 
 
 @compiled_in_place
-def path_ceiling(source: int, target: int, tier: int, fabric: Fabric) -> float:
+def path_ceiling(source: int, target: int, tier: int, fabric: AggregatedLinks) -> float:
     far, attached = fabric.tier_bytes_per_s[tier], fabric.attached
     if tier <= SAME_NODE:
         inside: float = far
@@ -143,7 +143,7 @@ def ceiling_of(
     wan: IntArray,
     cable: FloatArray,
     cables: IntArray,
-    crowd: IntArray,
+    flows_per_link: IntArray,
     hashed: int,
     rivals: float,
     siblings: float,
@@ -154,7 +154,9 @@ def ceiling_of(
     """Rate limit of the hashed paths of a tier for one more transfer, with the learned factor; inf in a rack, where
     only the NICs limit.
 
-    The arguments after `tier` are those of `Fabric`.
+    The arguments after `tier` are those of `AggregatedLinks`.
     """
-    fabric = Fabric(attached, wan, cable, cables, crowd, hashed, rivals, siblings, mean, factor, tier_bytes_per_s)
+    fabric = AggregatedLinks(
+        attached, wan, cable, cables, flows_per_link, hashed, rivals, siblings, mean, factor, tier_bytes_per_s
+    )
     return path_ceiling(source, target, tier, fabric)

@@ -23,7 +23,7 @@ from kvroute.policies.foresight.pricing import (
     foresee,
     price_all,
 )
-from kvroute.policies.foresight.sight import Sight
+from kvroute.policies.foresight.sight import NetworkView
 from kvroute.policies.foresight.spec import ForesightSpec
 from kvroute.types import BoolArray, Candidates, Choice, FloatArray, NetworkCosts, Reject, Request, Terms
 
@@ -40,14 +40,14 @@ class Foresight:
     """
 
     spec: ForesightSpec = field(default_factory=ForesightSpec)
-    sight: Sight | None = None
+    network_view: NetworkView | None = None
     """State of the network at this decision; None: only the tiers in `NetworkCosts` are used."""
     at_arrival: bool = False
     """Whether the prefill has not started yet; load then has the weight `spec.arrival_load_weight`."""
 
-    def informed(self, sight: Sight) -> Foresight:
-        """See SightedPolicy."""
-        return Foresight(self.spec, sight, self.at_arrival)
+    def informed(self, network_view: NetworkView) -> Foresight:
+        """See NetworkViewPolicy."""
+        return Foresight(self.spec, network_view, self.at_arrival)
 
     def choose(self, request: Request, candidates: Candidates, costs: NetworkCosts, turn: int) -> Choice | Reject:
         """See DecodePolicy.
@@ -58,9 +58,9 @@ class Foresight:
         count = len(candidates.names)
         feasible: BoolArray = np.empty(count, dtype=np.bool_)
         terms = np.empty((ROWS, count))
-        index = self._by_tiers(candidates, costs, feasible, terms) if self.sight is None else NO_CANDIDATE
-        if self.sight is not None:
-            index = self._by_links(candidates, costs, self.sight, feasible, terms)
+        index = self._by_tiers(candidates, costs, feasible, terms) if self.network_view is None else NO_CANDIDATE
+        if self.network_view is not None:
+            index = self._by_links(candidates, costs, self.network_view, feasible, terms)
         if index == NO_CANDIDATE:
             return no_room(request, candidates)
         if self.spec.tpot:
@@ -90,15 +90,20 @@ class Foresight:
             _NO_PROMPTS,
             np.zeros(len(candidates.names), dtype=np.int8),
             0.0,
-            self._numbers(output_tokens),
+            self._weights(output_tokens),
             terms,
         )
         return terms[WAIT_S], terms[STEP_S], terms[SLOT_S]
 
     def _by_links(
-        self, candidates: Candidates, costs: NetworkCosts, sight: Sight, feasible: BoolArray, terms: FloatArray
+        self,
+        candidates: Candidates,
+        costs: NetworkCosts,
+        network_view: NetworkView,
+        feasible: BoolArray,
+        terms: FloatArray,
     ) -> int:
-        links = sight.links
+        links = network_view.links
         return foresee(
             candidates.need_bytes,
             candidates.free_kv_bytes,
@@ -111,25 +116,25 @@ class Foresight:
             _NO_PROMPTS if candidates.prompts_s is None else candidates.prompts_s,
             costs.tier,
             costs.latency_s,
-            sight.source,
-            sight.targets,
-            sight.starts_s,
-            self._numbers(sight.output_tokens),
+            network_view.source,
+            network_view.targets,
+            network_view.starts_s,
+            self._weights(network_view.output_tokens),
             links.attached,
             links.wan,
-            sight.cable_bytes_per_s,
+            network_view.cable_bytes_per_s,
             links.cables,
-            sight.crowd,
-            sight.capacity_bytes_per_s,
+            network_view.flows_per_link,
+            network_view.capacity_bytes_per_s,
             links.hashed_paths,
             self.spec.rival_weight * links.hashed_paths,
             self.spec.sibling_weight * (links.hashed_paths - 1),
-            sight.mean_bytes_per_s,
-            sight.factor,
-            sight.tier_bytes_per_s,
+            network_view.mean_bytes_per_s,
+            network_view.factor,
+            network_view.tier_bytes_per_s,
             int(self.spec.width),
             int(self.spec.near_max),
-            *sight.state,
+            *network_view.state,
             feasible,
             terms,
         )
@@ -137,8 +142,8 @@ class Foresight:
     def _by_tiers(self, candidates: Candidates, costs: NetworkCosts, feasible: BoolArray, terms: FloatArray) -> int:
         """Use NetKV eq. 4 for the transfer, without NICs, uplinks and other sources."""
         np.less_equal(candidates.need_bytes, candidates.free_kv_bytes, out=feasible)
-        alone = costs.bytes_per_s.take(costs.tier) if costs.pair_bytes_per_s is None else costs.pair_bytes_per_s
-        pace = alone * ((1.0 - costs.congestion) / (1.0 + costs.in_flight)).take(costs.tier)
+        uncontended = costs.bytes_per_s.take(costs.tier) if costs.pair_bytes_per_s is None else costs.pair_bytes_per_s
+        pace = uncontended * ((1.0 - costs.congestion) / (1.0 + costs.in_flight)).take(costs.tier)
         price_all(
             candidates.kv_bytes / pace + costs.latency_s.take(costs.tier),
             candidates.batch,
@@ -149,14 +154,14 @@ class Foresight:
             _NO_PROMPTS if candidates.prompts_s is None else candidates.prompts_s,
             costs.tier,
             0.0,
-            self._numbers(self.spec.output_tokens),
+            self._weights(self.spec.output_tokens),
             terms,
         )
         terms[PACE] = pace
         index = int(np.where(feasible, terms[COST], np.inf).argmin()) if len(feasible) else NO_CANDIDATE
         return index if index != NO_CANDIDATE and feasible[index] else NO_CANDIDATE
 
-    def _numbers(self, output_tokens: float) -> FloatArray:
+    def _weights(self, output_tokens: float) -> FloatArray:
         spec = self.spec
         load_weight = spec.arrival_load_weight if self.at_arrival else 1.0
         load = (spec.wait_weight, spec.slot_weight, spec.step_weight, spec.answer_weight, spec.answer_transfers)

@@ -11,16 +11,16 @@ import numpy as np
 
 from kvroute.compiled import compiled, compiled_in_place
 from kvroute.flows import state as flows
-from kvroute.flows.state import State
+from kvroute.flows.state import FlowState
 from kvroute.policies.foresight.paths import (
     HOPS_MAX,
     NIC_DOWN,
     RACK_DOWN,
-    Fabric,
+    AggregatedLinks,
     path_ceiling,
     path_of,
 )
-from kvroute.policies.foresight.whatif import played
+from kvroute.policies.foresight.whatif import simulate_transfer
 from kvroute.types import SAME_NODE, BoolArray, FloatArray, IntArray, TierArray
 
 TRANSFER_S, IMPOSED_S, PROMPTS_S, WAIT_S, STEP_S, SLOT_S, PACE, PLAYED, TIER, BOUND, COST = range(11)
@@ -34,7 +34,7 @@ PARTS = (
     "step_s",
     "slot_s",
     "pace_bytes_per_s",
-    "played",
+    "simulated",
     "tier",
 )
 """Names of the first rows, in their order."""
@@ -58,7 +58,7 @@ class PricedCandidates(NamedTuple):
     source: int
     targets: IntArray
     starts_s: float
-    numbers: FloatArray
+    weights: FloatArray
     """imposed_weight, wait_weight, slot_weight, step_weight, answer_weight, answer_transfers, load_weight,
     step_floor_s, output_tokens."""
 
@@ -71,7 +71,7 @@ def _price(i: int, transfer_s: float, imposed_s: float, candidates: PricedCandid
     for the prompts that the candidate still computes when the transfer has ended.
     """
     imposed_weight, wait_weight, slot_weight, joining, answers, transfers, load_weight, floor_s, output_tokens = (
-        candidates.numbers
+        candidates.weights
     )
     base_s, per_request_s, batch_max = candidates.base_s[i], candidates.per_request_s[i], candidates.batch_max[i]
     load = candidates.batch[i] + candidates.queued[i]
@@ -96,25 +96,25 @@ def _price(i: int, transfer_s: float, imposed_s: float, candidates: PricedCandid
 
 @compiled_in_place
 def _shared(
-    source: int, target: int, tier: int, fabric: Fabric, link: FloatArray, path: IntArray
+    source: int, target: int, tier: int, fabric: AggregatedLinks, link: FloatArray, path: IntArray
 ) -> tuple[float, float, float]:
     """Limits of the links that `target` shares with its rack: the ceiling of the hashed paths for one more transfer,
     the minimum of it and the link capacities, and the minimum of it and an even share of each link."""
     ceiling = path_ceiling(source, target, tier, fabric)
     own = fabric.attached[target, NIC_DOWN]
-    alone = pace = ceiling
+    uncontended = pace = ceiling
     for k in range(path_of(source, target, tier, fabric.attached, fabric.wan, path)):
         if path[k] != own:
             capacity = link[path[k], flows.CAPACITY]
-            alone = min(alone, capacity)
-            pace = min(pace, capacity / (1.0 + fabric.crowd[path[k]]))
-    return ceiling, alone, pace
+            uncontended = min(uncontended, capacity)
+            pace = min(pace, capacity / (1.0 + fabric.flows_per_link[path[k]]))
+    return ceiling, uncontended, pace
 
 
 @compiled
 def _closed(
     candidates: PricedCandidates,
-    fabric: Fabric,
+    fabric: AggregatedLinks,
     capacity: FloatArray,
     link: FloatArray,
     ceilings: FloatArray,
@@ -125,39 +125,48 @@ def _closed(
     The links that instances of a rack share are evaluated once per rack; each instance has its own NIC. `capacity` [m]
     repeats a column of `link`: it fits in a sixth of the cache lines.
     """
-    path, known = np.empty(HOPS_MAX, np.int64), np.empty((len(fabric.crowd), 3))
-    known_tier = np.full(len(fabric.crowd), -1, np.int64)
+    path, known = np.empty(HOPS_MAX, np.int64), np.empty((len(fabric.flows_per_link), 3))
+    known_tier = np.full(len(fabric.flows_per_link), -1, np.int64)
     for i in range(len(candidates.tier)):
         tier, target = candidates.tier[i], candidates.targets[i]
         rack, own = fabric.attached[target, RACK_DOWN], fabric.attached[target, NIC_DOWN]
         if rack >= 0 and known_tier[rack] == tier:
-            ceilings[i], alone, pace = known[rack, 0], known[rack, 1], known[rack, 2]
+            ceilings[i], uncontended, pace = known[rack, 0], known[rack, 1], known[rack, 2]
         else:
-            ceilings[i], alone, pace = _shared(candidates.source, target, tier, fabric, link, path)
+            ceilings[i], uncontended, pace = _shared(candidates.source, target, tier, fabric, link, path)
             if rack >= 0:
-                known[rack, 0], known[rack, 1], known[rack, 2] = ceilings[i], alone, pace
+                known[rack, 0], known[rack, 1], known[rack, 2] = ceilings[i], uncontended, pace
                 known_tier[rack] = tier
         if own >= 0 and tier > SAME_NODE:
-            alone, pace = min(alone, capacity[own]), min(pace, capacity[own] / (1.0 + fabric.crowd[own]))
+            uncontended, pace = (
+                min(uncontended, capacity[own]),
+                min(pace, capacity[own] / (1.0 + fabric.flows_per_link[own])),
+            )
         latency_s, bound_s = candidates.latency_s[tier], -1.0
-        if alone != pace:
-            bound_s = _price(i, candidates.kv_bytes[i] / alone + latency_s, 0.0, candidates, terms)
+        if uncontended != pace:
+            bound_s = _price(i, candidates.kv_bytes[i] / uncontended + latency_s, 0.0, candidates, terms)
         cost_s = _price(i, candidates.kv_bytes[i] / pace + latency_s, 0.0, candidates, terms)
         terms[PACE, i], terms[PLAYED, i], terms[TIER, i] = pace, 0.0, tier
-        terms[BOUND, i] = cost_s if alone == pace else bound_s
+        terms[BOUND, i] = cost_s if uncontended == pace else bound_s
 
 
 @compiled
 def _play(
-    i: int, candidates: PricedCandidates, fabric: Fabric, ceiling: float, near_max: int, live: State, terms: FloatArray
+    i: int,
+    candidates: PricedCandidates,
+    fabric: AggregatedLinks,
+    ceiling: float,
+    near_max: int,
+    live: FlowState,
+    terms: FloatArray,
 ) -> float:
     """Replace candidate i's closed form by the result of the fluid simulation; return its cost."""
     path = np.empty(HOPS_MAX, np.int64)
     hops = path_of(candidates.source, candidates.targets[i], candidates.tier[i], fabric.attached, fabric.wan, path)
     seconds, imposed_s = candidates.kv_bytes[i] / ceiling, 0.0
     if hops > 0 and candidates.kv_bytes[i] > 0.0:
-        imposed = candidates.numbers[0] > 0.0
-        seconds, imposed_s = played(
+        imposed = candidates.weights[0] > 0.0
+        seconds, imposed_s = simulate_transfer(
             candidates.kv_bytes[i], candidates.starts_s, path[:hops], ceiling, near_max, imposed, live
         )
     if seconds > 0.0:
@@ -178,11 +187,11 @@ def _first_least(cost: FloatArray, among: BoolArray) -> int:
 @compiled
 def _play_best(
     candidates: PricedCandidates,
-    fabric: Fabric,
+    fabric: AggregatedLinks,
     ceilings: FloatArray,
     width: int,
     near_max: int,
-    live: State,
+    live: FlowState,
     feasible: BoolArray,
     terms: FloatArray,
 ) -> None:
@@ -225,12 +234,12 @@ def foresee(
     source: int,
     targets: IntArray,
     starts_s: float,
-    numbers: FloatArray,
+    weights: FloatArray,
     attached: IntArray,
     wan: IntArray,
     cable: FloatArray,
     cables: IntArray,
-    crowd: IntArray,
+    flows_per_link: IntArray,
     capacity: FloatArray,
     hashed: int,
     rivals: float,
@@ -253,7 +262,8 @@ def foresee(
     """Fill `feasible` [n] and `terms` [ROWS, n]. Return the feasible candidate of least cost, the first of equals, or
     NO_CANDIDATE.
 
-    Takes the arrays of `PricedCandidates`, `Fabric` and `State` one by one: a call costs half as much as with tuples.
+    Takes the arrays of `PricedCandidates`, `AggregatedLinks` and `FlowState` one by one: a call costs half as much as
+    with tuples.
     """
     candidates = PricedCandidates(
         kv_bytes,
@@ -268,15 +278,17 @@ def foresee(
         source,
         targets,
         starts_s,
-        numbers,
+        weights,
     )
-    fabric = Fabric(attached, wan, cable, cables, crowd, hashed, rivals, siblings, mean, factor, tier_bytes_per_s)
+    fabric = AggregatedLinks(
+        attached, wan, cable, cables, flows_per_link, hashed, rivals, siblings, mean, factor, tier_bytes_per_s
+    )
     for i in range(len(tier)):
         feasible[i] = need_bytes[i] <= free_kv_bytes[i]
     ceilings = np.empty(len(tier))
     _closed(candidates, fabric, capacity, link, ceilings, terms)
     if width > 0:
-        live = State(flow, flow_int, link, link_int, hop, lists, counts)
+        live = FlowState(flow, flow_int, link, link_int, hop, lists, counts)
         _play_best(candidates, fabric, ceilings, width, near_max, live, feasible, terms)
     return _first_least(terms[COST], feasible)
 
@@ -292,7 +304,7 @@ def price_all(
     prompts_s: FloatArray,
     tier: TierArray,
     starts_s: float,
-    numbers: FloatArray,
+    weights: FloatArray,
     terms: FloatArray,
 ) -> None:
     """Fill `terms` [ROWS, n] for given transfer times, [n]."""
@@ -310,7 +322,7 @@ def price_all(
         0,
         no_indices,
         starts_s,
-        numbers,
+        weights,
     )
     for i in range(len(tier)):
         terms[BOUND, i] = _price(i, transfer_s[i], 0.0, candidates, terms)

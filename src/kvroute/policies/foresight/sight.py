@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvroute.flows.state import State
+from kvroute.flows.state import FlowState
 from kvroute.policies.foresight.links import LinkModel
 from kvroute.policies.foresight.transfers import busiest_share
 from kvroute.types import FloatArray, IntArray
@@ -36,13 +36,13 @@ class StartedBytes(NamedTuple):
     """Time of the first transfer."""
 
 
-class Sight(NamedTuple):
+class NetworkView(NamedTuple):
     """The network state that one decision may use: live arrays, which a policy reads and must not keep."""
 
     links: LinkModel
-    state: State
+    state: FlowState
     """Transfers in flight, with their remaining bytes and model rates at this time."""
-    crowd: IntArray
+    flows_per_link: IntArray
     """Number of transfers on each link, [m]."""
     capacity_bytes_per_s: FloatArray
     """Bandwidth of a link that other traffic leaves free, [m]."""

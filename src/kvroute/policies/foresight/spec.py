@@ -49,7 +49,7 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Number of best prefill instances by the closed form whose transfers the fluid model simulates."""
     joint_reach: int = 8
     """Maximum number of prefill instances that are evaluated, those with the earliest prefill end first."""
-    alone: int = 2
+    aggregated: int = 2
     """Whether `foresight-joint` lets one instance serve a request if that costs less than the best pair. 0: never; 1: a
     decode instance may compute the prompt; 2: also, a prefill instance may go on to decode. It has no effect where the
     engines cannot do so."""
@@ -57,13 +57,13 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Weight of delays between requests while it is decided whether one instance serves a request: a prompt delays the
     requests on its instance by its time, later prompts delay its response, and it makes the steps of others longer."""
     token_delay_max: float = 0.05
-    """What one instance alone may add to the time between tokens without a further price, as a share of it: its prompt
-    may delay a response in progress by this share of a mean response, and later prompts may delay its own response by
-    as much."""
+    """What an aggregated request may add to the time between tokens without a further price, as a share of it: its
+    prompt may delay a response in progress by this share of a mean response, and later prompts may delay its own
+    response by as much."""
     token_delay_price: float = 0.25
-    """Price of each second of delay beyond `token_delay_max`, in seconds: one instance alone may exceed that share by
-    the seconds that it is cheaper than the pair, divided by this price. 0: no price. It does not count if there is no
-    pair."""
+    """Price of each second of delay beyond `token_delay_max`, in seconds: an aggregated request may exceed that share
+    by the seconds that it is cheaper than the pair, divided by this price. 0: no price. It does not count if there is
+    no pair."""
     tpot: float = 0.0
     """Target for the time per output token, in seconds; 0: none. A choice that is predicted to keep more targets is
     preferred, whatever it costs, to one that keeps fewer."""
@@ -111,7 +111,7 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if name != "late_log" and not 0 <= value < math.inf:
                 raise InputError(f"{value} is not a number of 0 or more", where=name, hint="see docs/policies.md")
-        for name in ("output_window", "width", "joint_width", "joint_reach", "near_max", "alone"):
+        for name in ("output_window", "width", "joint_width", "joint_reach", "near_max", "aggregated"):
             if getattr(self, name) != int(getattr(self, name)):
                 raise InputError(f"{getattr(self, name)} is not a whole number", where=name, hint="give a whole number")
         for name in (
@@ -136,8 +136,8 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
                 where="foresight",
                 hint="use below 1",
             )
-        if self.alone > 2:
-            raise InputError(f"{self.alone} is not 0, 1 or 2", where="alone", hint="see docs/policies.md")
+        if self.aggregated > 2:
+            raise InputError(f"{self.aggregated} is not 0, 1 or 2", where="aggregated", hint="see docs/policies.md")
         if not -math.inf < self.late_log <= 0:
             raise InputError(
                 f"{self.late_log} is not a number of 0 or less", where="late_log", hint="use a negative number"

@@ -12,7 +12,7 @@ import numpy as np
 from kvroute.compiled import compiled
 from kvroute.flows import state as flows
 from kvroute.flows.kernels import drive
-from kvroute.policies.foresight.paths import HOPS_MAX, TAIL, Fabric, path_ceiling, path_of
+from kvroute.policies.foresight.paths import HOPS_MAX, TAIL, AggregatedLinks, path_ceiling, path_of
 from kvroute.types import FloatArray, IntArray
 
 SHARE_MAX = 0.95
@@ -84,7 +84,7 @@ def busiest_share(
 
 
 @compiled
-def set_off(
+def start_transfer(
     now: float,
     slot: int,
     source: int,
@@ -95,7 +95,7 @@ def set_off(
     wan: IntArray,
     cable: FloatArray,
     cables: IntArray,
-    crowd: IntArray,
+    flows_per_link: IntArray,
     hashed: int,
     rivals: float,
     siblings: float,
@@ -119,17 +119,19 @@ def set_off(
 ) -> int:
     """Start a transfer of `kv_bytes` in a free slot of the live state, and recompute the max-min fair rates.
 
-    Adds the transfer to `crowd` and to the started bytes of its links, fills `path` with them and returns their number.
-    The ceiling of its hashed paths, given the other transfers, becomes the capacity of a private link at the end of the
-    path.
+    Adds the transfer to `flows_per_link` and to the started bytes of its links, fills `path` with them and returns
+    their number. The ceiling of its hashed paths, given the other transfers, becomes the capacity of a private link at
+    the end of the path.
     """
-    fabric = Fabric(attached, wan, cable, cables, crowd, hashed, rivals, siblings, mean, factor, tier_bytes_per_s)
+    fabric = AggregatedLinks(
+        attached, wan, cable, cables, flows_per_link, hashed, rivals, siblings, mean, factor, tier_bytes_per_s
+    )
     ceiling = path_ceiling(source, target, tier, fabric)
     count = hops = path_of(source, target, tier, attached, wan, path)
     ints = np.empty(3 + HOPS_MAX, np.int64)
     for k in range(count):
         link_id = path[k]
-        crowd[link_id] += 1
+        flows_per_link[link_id] += 1
         faded = math.exp(min(started_at[link_id] - now, 0.0) / window_s)
         started_bytes[link_id] = started_bytes[link_id] * faded + kv_bytes
         started_at[link_id] = now

@@ -10,14 +10,20 @@ import numpy as np
 from kvroute.compiled import compiled, compiled_in_place
 from kvroute.flows import state as flows
 from kvroute.flows.kernels import drive
-from kvroute.flows.state import State
+from kvroute.flows.state import FlowState
 from kvroute.policies.foresight.paths import HOPS_MAX
 from kvroute.types import FloatArray, IntArray
 
 
 @compiled_in_place
 def _near(
-    path: IntArray, near_max: int, live: State, links: IntArray, link_at: IntArray, slots: IntArray, slot_at: IntArray
+    path: IntArray,
+    near_max: int,
+    live: FlowState,
+    links: IntArray,
+    link_at: IntArray,
+    slots: IntArray,
+    slot_at: IntArray,
 ) -> tuple[int, int]:
     """Find the transfers nearest to a path by shared links, at most `near_max`, and all their links; return both
     counts.
@@ -48,7 +54,7 @@ def _near(
 
 
 @compiled_in_place
-def _room(link: int, slot_at: IntArray, live: State) -> float:
+def _room(link: int, slot_at: IntArray, live: FlowState) -> float:
     """Capacity of a link minus the present rates of the transfers that are not simulated."""
     capacity = live.link[link, flows.CAPACITY]
     room = capacity
@@ -63,8 +69,8 @@ def _room(link: int, slot_at: IntArray, live: State) -> float:
 
 
 @compiled
-def _idle(slots: int, links: int) -> State:
-    net = State(
+def _idle(slots: int, links: int) -> FlowState:
+    net = FlowState(
         np.zeros((slots, 8)),
         np.zeros((slots, 3), np.int64),
         np.zeros((links, 6)),
@@ -78,14 +84,14 @@ def _idle(slots: int, links: int) -> State:
 
 
 @compiled
-def _run(now: float, to: float, net: State, ints: IntArray, floats: FloatArray) -> None:
+def _run(now: float, to: float, net: FlowState, ints: IntArray, floats: FloatArray) -> None:
     """Start the staged flows at `now` and advance the network to `to`; a flow that has ended keeps its finish time."""
     out = np.empty(net.flow.shape[0], np.int64)
     drive(now, to, net.flow, net.flow_int, net.link, net.link_int, net.hop, net.lists, net.counts, ints, floats, out)
 
 
 @compiled
-def _excerpt(path: IntArray, near_max: int, ceiling: float, live: State) -> State:
+def _subnetwork(path: IntArray, near_max: int, ceiling: float, live: FlowState) -> FlowState:
     """A network of only the nearest transfers and their links, with a free slot and, last, the newcomer's ceiling."""
     near_max = min(near_max, live.counts[flows.ACTIVE])
     links = np.empty(len(path) + near_max * HOPS_MAX, np.int64)
@@ -113,8 +119,8 @@ def _excerpt(path: IntArray, near_max: int, ceiling: float, live: State) -> Stat
 
 
 @compiled
-def _copied(net: State) -> State:
-    return State(
+def _copied(net: FlowState) -> FlowState:
+    return FlowState(
         net.flow.copy(),
         net.flow_int.copy(),
         net.link.copy(),
@@ -126,15 +132,15 @@ def _copied(net: State) -> State:
 
 
 @compiled
-def played(
-    kv_bytes: float, starts_s: float, path: IntArray, ceiling: float, near_max: int, imposed: bool, live: State
+def simulate_transfer(
+    kv_bytes: float, starts_s: float, path: IntArray, ceiling: float, near_max: int, imposed: bool, live: FlowState
 ) -> tuple[float, float]:
     """Simulate a transfer that starts `starts_s` from now; return its seconds and the total delay of the others.
 
     The live state is not changed and must hold the remaining bytes at this time. The simulation starts no other
     transfers, and only the `near_max` nearest ones change their rates.
     """
-    net = _excerpt(path, near_max, ceiling, live)
+    net = _subnetwork(path, near_max, ceiling, live)
     slot, own = net.flow.shape[0] - 1, net.link.shape[0] - 1
     nothing, none = np.empty(0, np.int64), np.empty(0)
     if starts_s > 0.0:

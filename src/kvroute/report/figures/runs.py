@@ -118,7 +118,7 @@ def _on(colour: str) -> str:
 def link_utilisation(timelines: Mapping[str, Timeline], changes: _Changes = ()) -> Figure:
     """Draw own traffic over time as a share of a tier's capacity, as means of intervals: a panel per tier with traffic,
     a line per policy. `changes` of links are marked, (time, text); short ones are enlarged in a second column."""
-    tiers = sorted({tier for each in timelines.values() for tier, shares in each.tier.items() if any(shares)})
+    tiers = sorted({tier for timeline in timelines.values() for tier, shares in timeline.tier.items() if any(shares)})
     with style():
         if not tiers:
             return nothing(Figure(figsize=(7.2, 1.2)), "no transfer crossed the network")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvroute.planner.dualpath.plan import DualPathPlan, Interval
-from kvroute.report.grid import Entry, Grid, Heading
+from kvroute.report.grid import Grid, GridEntry, Heading
 
 
 def dualpath_verdict(plan: DualPathPlan) -> str:
@@ -17,8 +17,8 @@ def dualpath_verdict(plan: DualPathPlan) -> str:
         else f"Compute limits this workload: the prefill GPUs compute {compute} turns/s, and storage could deliver the "
         f"KV of {storage}."
     )
-    alone = turns.storage * rate.prefill_only / rate.pooled
-    gain = min(turns.storage, turns.compute) / min(alone, turns.compute) - 1.0
+    prefill_only = turns.storage * rate.prefill_only / rate.pooled
+    gain = min(turns.storage, turns.compute) / min(prefill_only, turns.compute) - 1.0
     brings = f"{gain:+.1%} turns/s" if gain > 1e-9 else "no more turns/s"
     pooled = (
         f"Reading through both sides delivers {_three(rate.pooled / 1e9)} GB/s instead of "
@@ -56,7 +56,9 @@ def utilisation_grid(plan: DualPathPlan) -> Grid:
             Heading("utilisation", "Share in use at the pooled rate"),
             Heading("prefill-only", "Share in use if only prefill nodes read"),
         ),
-        tuple(tuple(map(Entry, (name, *(f"{share[name]:.1%}" for share in shares)))) for name in by_utilisation(plan)),
+        tuple(
+            tuple(map(GridEntry, (name, *(f"{share[name]:.1%}" for share in shares)))) for name in by_utilisation(plan)
+        ),
         "Utilisation at the highest rate of reading. "
         f"Cache-compute ratio: {plan.cached_bytes_per_flop * 1e6:.3g} GB of KV to read per PFLOP.",
     )

@@ -71,12 +71,12 @@ def _cells(planned: Planned) -> dict[Gpu, _Cell]:
     """Return the colour of every GPU that is in use, and its instance with the stage, such as `p0.3`."""
     found = {gpu: _Cell(_USED, "") for shards in planned.problem.cluster.shards for gpu in shards}
     counts = {"prefill": 0, "decode": 0}
-    for each in planned.instances:
-        phase = each.instance.phase
+    for instance in planned.instances:
+        phase = instance.instance.phase
         number, shades = counts[phase], _COLOURS[phase]
         counts[phase] += 1
-        for stage, gpus in enumerate(each.instance.stages):
-            label = f"{phase[0]}{number}" + (f".{stage}" if len(each.instance.stages) > 1 else "")
+        for stage, gpus in enumerate(instance.instance.stages):
+            label = f"{phase[0]}{number}" + (f".{stage}" if len(instance.instance.stages) > 1 else "")
             found.update((gpu, _Cell(shades[number % len(shades)], label)) for gpu in gpus)
     return found
 

@@ -66,6 +66,6 @@ def write_placement(planned: Planned, out: Path, command: str) -> Path:
 def _launch_script(planned: Planned) -> str:
     """Return the commands of all instances; each is for one server, so the file is not one script to run."""
     lines = ["# One command for each server of each instance; run it on the server named at its end."]
-    for each in planned.instances:
-        lines += [f"# {each.name}", *launch_commands(planned.problem, each)]
+    for instance in planned.instances:
+        lines += [f"# {instance.name}", *launch_commands(planned.problem, instance)]
     return "\n".join(lines) + "\n"

@@ -7,7 +7,7 @@ from collections import Counter
 from kvroute.planner.placement.plan import PhasePlan, PlacementPlan
 from kvroute.planner.placement.schema import Phase
 from kvroute.planner.placement.search import PHASES
-from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
+from kvroute.report.grid import UNKNOWN, Grid, GridEntry, Heading
 
 
 def placement_verdict(plan: PlacementPlan) -> str:
@@ -63,7 +63,7 @@ def phases_grid(plan: PlacementPlan) -> Grid:
     )
 
 
-def _phase_rows(phase: Phase, plan: PhasePlan) -> list[tuple[Entry, ...]]:
+def _phase_rows(phase: Phase, plan: PhasePlan) -> list[tuple[GridEntry, ...]]:
     kinds = ", ".join(plan.gpu_kinds)
     found = Counter(zip(plan.schemes, plan.servers_spanned, strict=True))
     rows = []
@@ -78,14 +78,15 @@ def _phase_rows(phase: Phase, plan: PhasePlan) -> list[tuple[Entry, ...]]:
             f"{plan.iteration_s * 1e3:,.1f} ms",
             f"{plan.all_reduce_share:.1%}",
         )
-        rows.append(tuple(map(Entry, cells)))
+        rows.append(tuple(map(GridEntry, cells)))
     return rows
 
 
 def bounds_grid(plan: PlacementPlan) -> Grid:
     """Return the rate that each constraint would allow alone."""
     rows = tuple(
-        (Entry(name), Entry(UNKNOWN if rate is None else _three(rate))) for name, rate in plan.bounds_per_s.items()
+        (GridEntry(name), GridEntry(UNKNOWN if rate is None else _three(rate)))
+        for name, rate in plan.bounds_per_s.items()
     )
     return Grid("Constraints", (Heading("constraint"), Heading("requests/s", "Rate that it would allow alone")), rows)
 
@@ -95,18 +96,18 @@ def alternatives_grid(plan: PlacementPlan) -> Grid:
     rows = tuple(
         tuple(
             map(
-                Entry,
+                GridEntry,
                 (
-                    each.prefill,
-                    each.decode,
-                    _three(each.rate_per_s),
-                    f"{each.rate_per_gpu:.3g}",
-                    f"{each.rate_per_s / plan.alternatives[0].rate_per_s - 1:+.1%}",
-                    each.binding,
+                    alternative.prefill,
+                    alternative.decode,
+                    _three(alternative.rate_per_s),
+                    f"{alternative.rate_per_gpu:.3g}",
+                    f"{alternative.rate_per_s / plan.alternatives[0].rate_per_s - 1:+.1%}",
+                    alternative.binding,
                 ),
             )
         )
-        for each in plan.alternatives
+        for alternative in plan.alternatives
     )
     headings = (
         Heading("prefill"),
@@ -137,7 +138,7 @@ def simulation_grid(plan: PlacementPlan) -> Grid | None:
         ),
     )
     headings = (Heading(""), Heading("predicted"), Heading("simulated"))
-    return Grid("Prediction and simulation", headings, tuple(tuple(map(Entry, row)) for row in rows))
+    return Grid("Prediction and simulation", headings, tuple(tuple(map(GridEntry, row)) for row in rows))
 
 
 def _share(value: float | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvroute.planner.qos.plan import QosPlan
-from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
+from kvroute.report.grid import UNKNOWN, Grid, GridEntry, Heading
 
 _LINKS = {"infiniband": "InfiniBand", "roce": "RoCE"}
 
@@ -33,7 +33,7 @@ def qos_grid(plan: QosPlan) -> Grid:
             for each in plan.classes
         ]
     texts = tuple(
-        tuple(map(Entry, (each.name, f"{100 * each.share:.3g}", f"{100 * each.guaranteed_share:.3g}", *row)))
+        tuple(map(GridEntry, (each.name, f"{100 * each.share:.3g}", f"{100 * each.guaranteed_share:.3g}", *row)))
         for each, row in zip(plan.classes, rows, strict=True)
     )
     first = (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvroute.llm import Model
 from kvroute.planner.throughput.cache_compute import CacheCompute
-from kvroute.report.grid import Entry, Grid, Heading
+from kvroute.report.grid import Grid, GridEntry, Heading
 
 
 def ratio_grid(rows: Sequence[tuple[Model, Sequence[CacheCompute]]]) -> Grid:
@@ -17,15 +17,15 @@ def ratio_grid(rows: Sequence[tuple[Model, Sequence[CacheCompute]]]) -> Grid:
         Heading("active B", "Parameters by which each prompt token is multiplied, in billions", drop=2),
         Heading("KV B/token", "Bytes of KV per token of a long context", drop=3),
         *(
-            Heading(f"GFLOP/token at {each.cached_tokens:,}", "Operations for one appended token", drop=1)
-            for each in lengths
+            Heading(f"GFLOP/token at {length.cached_tokens:,}", "Operations for one appended token", drop=1)
+            for length in lengths
         ),
-        *(Heading(f"GB/PFLOP at {each.cached_tokens:,}", "KV to read per operation") for each in lengths),
+        *(Heading(f"GB/PFLOP at {length.cached_tokens:,}", "KV to read per operation") for length in lengths),
     )
     texts = tuple(
         tuple(
             map(
-                Entry,
+                GridEntry,
                 (
                     model.name,
                     f"{model.compute.active_parameters / 1e9:,.3g}" if model.compute else "",

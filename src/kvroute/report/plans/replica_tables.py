@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvroute.planner.replicas import FACTORS, RateRow, ReplicaPlan
-from kvroute.report.grid import Entry, Grid, Heading
+from kvroute.report.grid import Grid, GridEntry, Heading
 
 _REASONS = {
     "compute": "Compute",
@@ -80,8 +80,8 @@ def _grid(title: str, label: str, rows: Sequence[RateRow], labels: Sequence[str]
     return Grid(title, headings, tuple(_row(name, row) for name, row in zip(labels, rows, strict=True)))
 
 
-def _row(label: str, row: RateRow) -> tuple[Entry, ...]:
+def _row(label: str, row: RateRow) -> tuple[GridEntry, ...]:
     texts = [label]
     for need in (row.need.prefill, row.need.decode):
         texts += [f"{need.replicas}", _REASONS[need.reason], f"{need.utilisation:.0%}"]
-    return tuple(map(Entry, (*texts, f"{row.gpus}", f"{row.need.attainment:.1%}")))
+    return tuple(map(GridEntry, (*texts, f"{row.gpus}", f"{row.need.attainment:.1%}")))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvroute.planner.throughput.plan import PlanReport
-from kvroute.planner.throughput.search import Deployment, Kind
+from kvroute.planner.throughput.search import Kind, PlannedDeployment
 from kvroute.planner.throughput.sensitivity import LENGTH_FACTORS, SPREAD_FACTORS, LengthPoint, Sensitivity
 from kvroute.policies.fleet.throughput import Binding
-from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, with_ties
+from kvroute.report.grid import UNKNOWN, Grid, GridEntry, Heading, with_ties
 
 TITLES: dict[Kind, str] = {
     "prfaas": "PrfaaS-PD",
@@ -58,7 +58,7 @@ def verdict(report: PlanReport) -> str:
     )
 
 
-def _served(found: Deployment) -> str:
+def _served(found: PlannedDeployment) -> str:
     return f"serves {found.lambda_max_per_s:.3g} requests/s"
 
 
@@ -84,7 +84,7 @@ def _link(report: PlanReport) -> str:
     )
 
 
-def _what(best: Deployment) -> str:
+def _what(best: PlannedDeployment) -> str:
     if best.offloaded_share in (0, 1):
         return "every prompt" if best.offloaded_share else "nothing"
     return f"prompts of more than {best.threshold_tokens:,} tokens ({best.offloaded_share:.1%} of the requests)"
@@ -119,15 +119,15 @@ def deployment_grid(report: PlanReport) -> Grid:
         Heading("GPUs", "By hardware", 2),
         Heading("requests per price unit", "At the maximum rate, with the prices of the plan", 1),
     )
-    highest = max(each.lambda_max_per_s for each in report.deployments.values())
+    highest = max(deployment.lambda_max_per_s for deployment in report.deployments.values())
     rows = tuple(
         (
-            Entry(TITLES[kind]),
-            *_deployment_entries(each, highest),
-            Entry(report.costs[kind].made_of),
-            Entry(f"{report.costs[kind].requests_per_price:,.1f}"),
+            GridEntry(TITLES[kind]),
+            *_deployment_entries(deployment, highest),
+            GridEntry(report.costs[kind].made_of),
+            GridEntry(f"{report.costs[kind].requests_per_price:,.1f}"),
         )
-        for kind, each in report.deployments.items()
+        for kind, deployment in report.deployments.items()
     )
     caption = (
         "Home GPUs alone: the PD clusters of the plan without remote GPUs. Homogeneous PD: all GPUs in one place. "
@@ -136,18 +136,18 @@ def deployment_grid(report: PlanReport) -> Grid:
     return Grid("", headings, rows, caption, bold="Bold: the highest.")
 
 
-def _deployment_entries(each: Deployment, highest: float) -> list[Entry]:
+def _deployment_entries(each: PlannedDeployment, highest: float) -> list[GridEntry]:
     stages = (each.stage_per_s[name] for name in ("prfaas", "pd_p", "pd_d"))
     return [
-        Entry(f"{each.n_prfaas}/{each.n_prefill}/{each.n_decode}"),
-        Entry(UNKNOWN if each.threshold_tokens is None else f"{each.threshold_tokens:,}"),
-        Entry(f"{each.offloaded_share:.1%}"),
-        *(Entry(f"{rate_per_s:.2f}" if rate_per_s else UNKNOWN) for rate_per_s in stages),
-        Entry(f"{each.lambda_max_per_s:.2f}", best=f"{each.lambda_max_per_s:.2f}" == f"{highest:.2f}"),
-        Entry(BINDING_TEXTS[each.binding]),
-        Entry(f"{each.egress_gbps:.2f}" if each.egress_gbps else UNKNOWN),
-        Entry(f"{each.ttft_s.mean:.2f}"),
-        Entry(f"{each.ttft_s.p90:.2f}"),
+        GridEntry(f"{each.n_prfaas}/{each.n_prefill}/{each.n_decode}"),
+        GridEntry(UNKNOWN if each.threshold_tokens is None else f"{each.threshold_tokens:,}"),
+        GridEntry(f"{each.offloaded_share:.1%}"),
+        *(GridEntry(f"{rate_per_s:.2f}" if rate_per_s else UNKNOWN) for rate_per_s in stages),
+        GridEntry(f"{each.lambda_max_per_s:.2f}", best=f"{each.lambda_max_per_s:.2f}" == f"{highest:.2f}"),
+        GridEntry(BINDING_TEXTS[each.binding]),
+        GridEntry(f"{each.egress_gbps:.2f}" if each.egress_gbps else UNKNOWN),
+        GridEntry(f"{each.ttft_s.mean:.2f}"),
+        GridEntry(f"{each.ttft_s.p90:.2f}"),
     ]
 
 
@@ -155,13 +155,13 @@ def egress_grid(found: Sensitivity) -> Grid:
     """Return the optimum over bandwidth."""
     rows = tuple(
         (
-            Entry(f"{point.available_gbps:,.4g}"),
-            Entry(f"{point.lambda_max_per_s:.2f}"),
-            Entry(f"{point.kept_per_s:.2f}"),
-            Entry(f"{point.threshold_tokens:,}"),
-            Entry(str(point.n_prefill)),
-            Entry(f"{point.egress_gbps:.2f}"),
-            Entry(BINDING_TEXTS[point.binding]),
+            GridEntry(f"{point.available_gbps:,.4g}"),
+            GridEntry(f"{point.lambda_max_per_s:.2f}"),
+            GridEntry(f"{point.kept_per_s:.2f}"),
+            GridEntry(f"{point.threshold_tokens:,}"),
+            GridEntry(str(point.n_prefill)),
+            GridEntry(f"{point.egress_gbps:.2f}"),
+            GridEntry(BINDING_TEXTS[point.binding]),
         )
         for point in found.egress
     )
@@ -189,14 +189,14 @@ def spread_grid(found: Sensitivity) -> Grid:
 def _length_grid(title: str, factor: str, points: Sequence[LengthPoint], tried: int, caption: str) -> Grid:
     rows = tuple(
         (
-            Entry(f"{point.factor:g}"),
-            Entry(f"{point.mean_tokens:,.0f}"),
-            Entry(f"{point.lambda_max_per_s:.2f}"),
-            Entry(f"{point.kept_per_s:.2f}"),
-            Entry(f"{point.homogeneous_per_s:.2f}"),
-            Entry(f"{point.threshold_tokens:,}"),
-            Entry(str(point.n_prefill)),
-            Entry(BINDING_TEXTS[point.binding]),
+            GridEntry(f"{point.factor:g}"),
+            GridEntry(f"{point.mean_tokens:,.0f}"),
+            GridEntry(f"{point.lambda_max_per_s:.2f}"),
+            GridEntry(f"{point.kept_per_s:.2f}"),
+            GridEntry(f"{point.homogeneous_per_s:.2f}"),
+            GridEntry(f"{point.threshold_tokens:,}"),
+            GridEntry(str(point.n_prefill)),
+            GridEntry(BINDING_TEXTS[point.binding]),
         )
         for point in points
     )
@@ -216,10 +216,10 @@ def price_grid(found: Sensitivity) -> Grid:
     kinds = [kind for kind in TITLES if kind in found.price[0].requests_per_price]
     rows = tuple(
         (
-            Entry(f"{point.factor:g}"),
+            GridEntry(f"{point.factor:g}"),
             *with_ties(
                 [
-                    Entry(f"{point.requests_per_price[kind]:,.1f}", best=_dearest(point.requests_per_price, kind))
+                    GridEntry(f"{point.requests_per_price[kind]:,.1f}", best=_dearest(point.requests_per_price, kind))
                     for kind in kinds
                 ]
             ),
@@ -236,11 +236,11 @@ def need_grid(report: PlanReport) -> Grid:
     """Return eq. 2 for every PrfaaS cluster."""
     rows = tuple(
         (
-            Entry(each.cluster),
-            Entry(f"{each.gpus:,}"),
-            Entry(f"{each.offloaded_gbps:,.4g}"),
-            Entry(f"{each.all_gbps:,.4g}"),
-            Entry(f"{each.available_gbps:,.4g}"),
+            GridEntry(each.cluster),
+            GridEntry(f"{each.gpus:,}"),
+            GridEntry(f"{each.offloaded_gbps:,.4g}"),
+            GridEntry(f"{each.all_gbps:,.4g}"),
+            GridEntry(f"{each.available_gbps:,.4g}"),
         )
         for each in report.egress_need
     )

@@ -10,8 +10,8 @@ from msgspec import Raw
 from kvroute.serve.api.conversation import (
     NULL,
     Chat,
+    ContentPart,
     Message,
-    Part,
     Span,
     TemplateTraits,
     decoded,
@@ -32,7 +32,7 @@ class _Message(msgspec.Struct, gc=False):
 
 
 _MESSAGES = msgspec.json.Decoder(Annotated[list[_Message], msgspec.Meta(min_length=1)])
-_PARTS = msgspec.json.Decoder(list[Part | str])
+_PARTS = msgspec.json.Decoder(list[ContentPart | str])
 
 
 class ChatMessages:
@@ -50,15 +50,15 @@ class ChatMessages:
 
     def text(self, fields: Fields) -> tuple[bytes, tuple[Span, ...]]:
         """See `Conversation`."""
-        word = fields.get("messages", NULL)
-        if word == NULL:
+        json_value = fields.get("messages", NULL)
+        if json_value == NULL:
             raise wrong("messages", "is missing", _SHAPE)
         try:
-            media = [_media(message.content, index) for index, message in enumerate(_MESSAGES.decode(word))]
+            media = [_media(message.content, index) for index, message in enumerate(_MESSAGES.decode(json_value))]
         except msgspec.MsgspecError as error:
             raise wrong("messages", str(error), _SHAPE) from None
         head = [fields[name] for name in ("chat_template", "documents", "tools") if name in fields]
-        return joined(head, word, media)
+        return joined(head, json_value, media)
 
     def needs_one_leg(self, fields: Fields) -> bool:
         """See `Conversation`."""

@@ -65,7 +65,7 @@ class Conversation(Protocol):
         """
 
 
-class Part(msgspec.Struct, gc=False):
+class ContentPart(msgspec.Struct, gc=False):
     """A part of a message's content."""
 
     type: str | None = None
@@ -73,7 +73,7 @@ class Part(msgspec.Struct, gc=False):
     """Parts in this one."""
 
 
-_PARTS = msgspec.json.Decoder(list[Part | str])
+_PARTS = msgspec.json.Decoder(list[ContentPart | str])
 _RAWS = msgspec.json.Decoder(list[Raw])
 _BETWEEN = b"[, \t\r\n"
 """What separates messages."""
@@ -97,7 +97,9 @@ def media_in(content: Raw, texts: frozenset[str], *, nested: bool = True) -> lis
         return []
 
 
-def media_of(content: Raw, parts: Sequence[Part | str], texts: frozenset[str], *, nested: bool = False) -> list[Raw]:
+def media_of(
+    content: Raw, parts: Sequence[ContentPart | str], texts: frozenset[str], *, nested: bool = False
+) -> list[Raw]:
     """Return the same of content whose parts are decoded."""
     media: list[Raw] = []
     raws: list[Raw] = []

@@ -161,32 +161,34 @@ def flag(fields: Fields, name: str) -> bool:
     """Return a boolean field; False if absent or null."""
     if (raw := fields.get(name)) is None:
         return False
-    word = bytes(raw)
-    if word not in (b"true", b"false", b"null"):
-        raise wrong(name, f"{shown(word)} is not a boolean", "give true or false")
-    return word == b"true"
+    json_value = bytes(raw)
+    if json_value not in (b"true", b"false", b"null"):
+        raise wrong(name, f"{shown(json_value)} is not a boolean", "give true or false")
+    return json_value == b"true"
 
 
 def count(fields: Fields, name: str, least: int) -> int | None:
     """Return an integer field from `least` to TOKENS_MAX; None if absent or null. 2.0 is valid, as in JSON Schema."""
-    if (raw := fields.get(name)) is None or (word := bytes(raw)) == b"null":
+    if (raw := fields.get(name)) is None or (json_value := bytes(raw)) == b"null":
         return None
     try:
-        number = _NUMBER.decode(word)
+        number = _NUMBER.decode(json_value)
     except msgspec.MsgspecError:
         number = -1
     if not least <= number <= TOKENS_MAX or number != int(number):
-        raise wrong(name, f"{shown(word)} is not an integer from {least} to {TOKENS_MAX}", "give one or leave it out")
+        raise wrong(
+            name, f"{shown(json_value)} is not an integer from {least} to {TOKENS_MAX}", "give one or leave it out"
+        )
     return int(number)
 
 
 def string(fields: Fields, name: str) -> str | None:
     """Return a string field; None if absent or null."""
-    if (raw := fields.get(name)) is None or (word := bytes(raw)) == b"null":
+    if (raw := fields.get(name)) is None or (json_value := bytes(raw)) == b"null":
         return None
-    if word[:1] != b'"':
-        raise wrong(name, f"{shown(word)} is not a string", "give a string")
-    return utf8(word).decode()
+    if json_value[:1] != b'"':
+        raise wrong(name, f"{shown(json_value)} is not a string", "give a string")
+    return utf8(json_value).decode()
 
 
 def given(fields: Fields, name: str) -> bool:
@@ -194,27 +196,27 @@ def given(fields: Fields, name: str) -> bool:
     return name in fields and bytes(fields[name]) != b"null"
 
 
-def utf8(word: bytes) -> bytes:
+def utf8(json_value: bytes) -> bytes:
     """Return a JSON string as UTF-8; without escapes, these are the bytes between the quotes."""
-    return word[1:-1] if b"\\" not in word else _TEXT.decode(word).encode()
+    return json_value[1:-1] if b"\\" not in json_value else _TEXT.decode(json_value).encode()
 
 
-def token_ids(word: bytes) -> list[int]:
+def token_ids(json_value: bytes) -> list[int]:
     """Decode a JSON list of token ids. A long list is decoded in pieces, between which other threads can run. 2.0 is an
     integer, as in JSON Schema.
 
     Raises:
         msgspec.MsgspecError: the value is not a list of token ids.
     """
-    if len(word) <= PIECE_BYTES or word[:1] != b"[":
-        return _decode_ids(word)
+    if len(json_value) <= PIECE_BYTES or json_value[:1] != b"[":
+        return _decode_ids(json_value)
     ids: list[int] = []
-    at, last = 1, word.rindex(b"]")
+    at, last = 1, json_value.rindex(b"]")
     while at <= last:
-        end = word.find(b",", at + PIECE_BYTES, last)
+        end = json_value.find(b",", at + PIECE_BYTES, last)
         end = last if end < 0 else end
         try:
-            ids += _decode_ids(b"[%b]" % word[at:end])
+            ids += _decode_ids(b"[%b]" % json_value[at:end])
         except msgspec.ValidationError as error:
             before, place, after = str(error).partition("$[")
             index, bracket, rest = after.partition("]")
@@ -224,12 +226,12 @@ def token_ids(word: bytes) -> list[int]:
     return ids
 
 
-def _decode_ids(word: bytes) -> list[int]:
+def _decode_ids(json_value: bytes) -> list[int]:
     try:
-        return _IDS.decode(word)
+        return _IDS.decode(json_value)
     except msgspec.ValidationError as error:
         try:
-            numbers = _NUMBERS.decode(word)
+            numbers = _NUMBERS.decode(json_value)
         except msgspec.MsgspecError:
             raise error from None
         if all(0 <= number <= ID_MAX and number == int(number) for number in numbers):
@@ -237,9 +239,9 @@ def _decode_ids(word: bytes) -> list[int]:
         raise
 
 
-def shown(word: bytes) -> str:
+def shown(json_value: bytes) -> str:
     """Return the beginning of a value, for a message."""
-    return word[:40].decode(errors="replace") + ("..." if len(word) > 40 else "")
+    return json_value[:40].decode(errors="replace") + ("..." if len(json_value) > 40 else "")
 
 
 def check_nested(name: str, raw: Raw) -> None:

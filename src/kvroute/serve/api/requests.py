@@ -180,12 +180,12 @@ def _prompts(fields: Fields, conversation: Conversation | None) -> tuple[list[by
 def _plain_prompts(fields: Fields) -> list[bytes | list[int]]:
     """Return the prompts as UTF-8 or token ids; an empty list if they are embeddings."""
     raw = fields.get("prompt")
-    if raw is None or (word := bytes(raw)) == b"null":
+    if raw is None or (json_value := bytes(raw)) == b"null":
         if bytes(fields.get("prompt_embeds", b"null")) != b"null":
             return []
         raise wrong("prompt", "is missing", _PROMPT_SHAPE)
     try:
-        found = _read_prompts(word)
+        found = _read_prompts(json_value)
     except msgspec.MsgspecError as error:
         raise wrong("prompt", str(error), _PROMPT_SHAPE) from None
     if not found:
@@ -193,28 +193,28 @@ def _plain_prompts(fields: Fields) -> list[bytes | list[int]]:
     return found
 
 
-def _read_prompts(word: bytes) -> list[bytes | list[int]]:
-    if word[:1] == b'"':
-        return [utf8(word)]
-    if word[:1] != b"[":
-        raise wrong("prompt", f"{shown(word)} is not a valid prompt", _PROMPT_SHAPE)
-    first = _FIRST.match(word)
+def _read_prompts(json_value: bytes) -> list[bytes | list[int]]:
+    if json_value[:1] == b'"':
+        return [utf8(json_value)]
+    if json_value[:1] != b"[":
+        raise wrong("prompt", f"{shown(json_value)} is not a valid prompt", _PROMPT_SHAPE)
+    first = _FIRST.match(json_value)
     if first and first[1] == b'"':
-        return [text.encode() for text in _TEXTS.decode(word)]
-    if word.count(b",") >= IDS_MAX:
+        return [text.encode() for text in _TEXTS.decode(json_value)]
+    if json_value.count(b",") >= IDS_MAX:
         raise wrong("prompt", "contains too many token ids", f"give at most {IDS_MAX} in total")
     if first and first[1] == b"[":
         # Checked before decoding: a decoded list takes many times the memory of its text.
-        if (lists := word.count(b"[") - 1) > ANSWERS_MAX:
+        if (lists := json_value.count(b"[") - 1) > ANSWERS_MAX:
             raise _too_many_answers("prompt", f"a completion of each of {lists} prompts")
-        return [_ids(bytes(each), f"$[{index}]") for index, each in enumerate(_LISTS.decode(word))]
-    ids = token_ids(word)
+        return [_ids(bytes(each), f"$[{index}]") for index, each in enumerate(_LISTS.decode(json_value))]
+    ids = token_ids(json_value)
     return [ids] if ids else []
 
 
-def _ids(word: bytes, place: str) -> list[int]:
+def _ids(json_value: bytes, place: str) -> list[int]:
     try:
-        return token_ids(word)
+        return token_ids(json_value)
     except msgspec.ValidationError as error:
         text = str(error)
         raise msgspec.ValidationError(

@@ -16,7 +16,7 @@ class _Details(msgspec.Struct):
     cached_tokens: TokenCount | None = None
 
 
-class Usage(NamedTuple):
+class TokenUsage(NamedTuple):
     """What an engine reports as the tokens of a request; None: it does not report it."""
 
     prompt_tokens: int | None
@@ -168,7 +168,7 @@ def sse_events(data: bytes) -> int:
     return events - 1 if events and (b"data: [DONE]" in data or b"data:[DONE]" in data) else events
 
 
-def usage_of(body: bytes) -> Usage | None:
+def usage_of(body: bytes) -> TokenUsage | None:
     """Return what the `usage` of a whole response or of an event of a stream reports; None if it has none."""
     try:
         event = _EVENT.decode(body)
@@ -178,7 +178,7 @@ def usage_of(body: bytes) -> Usage | None:
         if holder is not None and (usage := holder.usage) is not None:
             prompt = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
             output = usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
-            return Usage(prompt, output)
+            return TokenUsage(prompt, output)
     return None
 
 

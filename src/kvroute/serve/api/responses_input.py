@@ -53,13 +53,13 @@ class ResponsesInput:
 
     def text(self, fields: Fields) -> tuple[bytes, tuple[Span, ...]]:
         """See `Conversation`. The engine rejects an input of a wrong shape."""
-        word = fields.get("input", NULL)
+        json_value = fields.get("input", NULL)
         try:
-            items = _ITEMS.decode(word)
+            items = _ITEMS.decode(json_value)
         except msgspec.MsgspecError:
             items = []
         head = [fields[name] for name in ("tools", "instructions") if name in fields]
-        return joined(head, word, [_media(item) for item in items])
+        return joined(head, json_value, [_media(item) for item in items])
 
     def needs_one_leg(self, fields: Fields) -> bool:
         """See `Conversation`."""

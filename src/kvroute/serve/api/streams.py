@@ -14,7 +14,7 @@ from msgspec import Raw
 from kvroute.serve.api.anthropic.errors import anthropic_error
 from kvroute.serve.api.json_fields import Fields
 from kvroute.serve.api.requests import Completion, Kind
-from kvroute.serve.api.responses import Usage, error_event, sse_events, usage_of
+from kvroute.serve.api.responses import TokenUsage, error_event, sse_events, usage_of
 
 _encode = msgspec.json.Encoder().encode
 DONE_CHUNK = (b"\ndata: [DONE]\n\n\r\n", b"\ndata:[DONE]\n\n\r\n")
@@ -161,7 +161,7 @@ class StreamFormat:
         return data.startswith(self.ends) or any(b"\n" + line in data for line in self.ends)
 
 
-def reported(data: bytes, *, hidden: bool) -> tuple[Usage | None, bytes]:
+def reported(data: bytes, *, hidden: bool) -> tuple[TokenUsage | None, bytes]:
     """Return what the last `usage` in whole events reports, and the events as the client gets them.
 
     Args:

@@ -41,7 +41,7 @@ def scaled_cluster_faults(cluster: Cluster, settings: GatewaySettings, lines: Li
     if section.role_switch is not None and cluster.file.discovery is not None:
         what = "`role_switch` and `discovery` cannot be given together"
         yield lines.error(what, (*place, "role_switch"), "give `hook`, or list the instances in the file")
-    ranks = next((each.engine for each in cluster.instances if each.engine), "")
+    ranks = next((instance.engine for instance in cluster.instances if instance.engine), "")
     if ranks and section.manages != "nothing":
         what = f"{ranks} has several data-parallel ranks, which can only start and stop together"
         yield lines.error(what, place, "leave `hook` and `role_switch` out")

@@ -68,7 +68,7 @@ def deployment_of(
         problems += site_faults(cluster, settings, lines, places_of(cluster, lines))
         problems += scaled_cluster_faults(cluster, settings, lines)
         if embedded is None:
-            embedded = cluster.file.discovery is None and not any(each.endpoint for each in cluster.instances)
+            embedded = cluster.file.discovery is None and not any(instance.endpoint for instance in cluster.instances)
         if not embedded:
             problems += live_faults(cluster, settings, lines)
     if cluster is None or problems:
@@ -121,24 +121,24 @@ def _examined(
     try:
         written, lines, faults = salvage_section(text, source, SECTION, GatewaySettings, _with_policy_name)
     except InputErrors as errors:
-        return GatewaySettings(), Lines(source, doubts={(SECTION,)}), list(errors.problems)
-    doubts = {str(doubt[1]) if len(doubt) > 1 else "*" for doubt in lines.doubts}
+        return GatewaySettings(), Lines(source, unread_keys={(SECTION,)}), list(errors.problems)
+    unread_keys = {str(key[1]) if len(key) > 1 else "*" for key in lines.unread_keys}
     plain = GatewaySettings()
     unread = {
         entry.name: getattr(plain, entry.name)
         for entry in fields(plain)
-        if entry.encode_name in doubts or "*" in doubts
+        if entry.encode_name in unread_keys or "*" in unread_keys
     }
     settings = _placed(replace(written, **unread), Path(source).parent)
     found = settings_faults(settings, lines, environ)
-    return settings, lines, [*faults, *(fault for fault in found if not _doubtful(fault, doubts))]
+    return settings, lines, [*faults, *(fault for fault in found if not _may_be_unread(fault, unread_keys))]
 
 
-def _doubtful(fault: InputError, doubts: Set[str]) -> bool:
+def _may_be_unread(fault: InputError, unread_keys: Set[str]) -> bool:
     """Whether a fault may result from a part of the section that could not be read."""
     part = fault.field.removeprefix(f"{SECTION}.").split(".")[0] if isinstance(fault, FileError) else "keys"
     others = {"parameters": "policy", "upstream_key_env": "keys", "admin": "listen"}
-    return bool(doubts & {"*", part, others.get(part, part)})
+    return bool(unread_keys & {"*", part, others.get(part, part)})
 
 
 def check_places(settings: GatewaySettings) -> None:

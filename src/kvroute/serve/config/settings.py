@@ -11,7 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta, field
 
 from kvroute.control import ControlSpec, TermsKept
-from kvroute.oracle import OracleSettings
+from kvroute.oracle import OracleSpec
 from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.serve.api.api_keys import KeySettings
 from kvroute.serve.api.cache_salt import CacheSaltMode
@@ -126,9 +126,9 @@ class OracleSection(Entry, frozen=True, kw_only=True):
     prediction: Literal["smooth", "trend"] | None = None
     prometheus: PrometheusSettings | None = None
 
-    def oracle_settings(self) -> OracleSettings:
+    def oracle_settings(self) -> OracleSpec:
         """Return the oracle's form of the section."""
-        return OracleSettings(
+        return OracleSpec(
             separates_own_traffic=self.separates_own_traffic,
             prediction=self.prediction,
             stale_after_s=float(self.stale_after_s),

@@ -152,7 +152,7 @@ class DnsRecords:
         records.fault = why
 
     def _engines(self) -> tuple[Discovered, ...]:
-        found = (self._engine(role, each) for role, records in self._records.items() for each in records.servers)
+        found = (self._engine(role, server) for role, records in self._records.items() for server in records.servers)
         by_name = {engine.name: engine for engine in found}
         return tuple(by_name[name] for name in sorted(by_name))
 

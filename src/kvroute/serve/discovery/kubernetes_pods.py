@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 
 from kvroute.kube.api.client import Access
-from kvroute.kube.discovery.engines import DiscoveryOptions, KubernetesDiscovery
+from kvroute.kube.discovery.engines import DiscoverySpec, KubernetesDiscovery
 from kvroute.kube.discovery.places import DEFAULT_LEVELS
-from kvroute.kube.discovery.pods import Effect, Finding
+from kvroute.kube.discovery.pods import Effect, PodFinding
 from kvroute.kube.discovery.pool_discovery import PoolDiscovery
 from kvroute.serve.observe.logs import log_event
 from kvroute.topology.schema import KubernetesEntry
@@ -33,11 +33,11 @@ def access_of(section: KubernetesEntry, folder: Path) -> Access:
     return Access(where, section.context)
 
 
-def options_of(section: KubernetesEntry) -> DiscoveryOptions:
+def options_of(section: KubernetesEntry) -> DiscoverySpec:
     """Return which pods are followed, and which node labels give their places."""
     given = {level: tuple(keys) for level, keys in msgspec.structs.asdict(section.levels).items() if keys}
     namespace = "" if section.namespace == "*" else section.namespace
-    return DiscoveryOptions(namespace, section.selector.strip(), replace(DEFAULT_LEVELS, **given))
+    return DiscoverySpec(namespace, section.selector.strip(), replace(DEFAULT_LEVELS, **given))
 
 
 class KubernetesPods:
@@ -58,7 +58,7 @@ class KubernetesPods:
             if section.pool is None
             else PoolDiscovery(access, options, section.pool, picker, self._on_findings)
         )
-        self._findings: tuple[Finding, ...] = ()
+        self._findings: tuple[PodFinding, ...] = ()
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ class KubernetesPods:
             logged = (logged | before) & now.keys()
             before = set(now)
 
-    def _on_findings(self, findings: tuple[Finding, ...]) -> None:
+    def _on_findings(self, findings: tuple[PodFinding, ...]) -> None:
         known = set(self._findings)
         self._findings = findings
         # Every new pod waits for its address: that is counted, and no line of the log.

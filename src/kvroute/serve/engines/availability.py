@@ -68,9 +68,9 @@ class Availability:
         self.breaker.failed(attempt, now, cause)
         self.refresh(now)
 
-    def acquitted(self, attempt: Attempt, now: float) -> None:
+    def discount_failure(self, attempt: Attempt, now: float) -> None:
         """Record an error response that is the fault of the request."""
-        self.breaker.acquitted(attempt, now)
+        self.breaker.discount_failure(attempt, now)
         if self._tried:
             self.refresh(now)
 

@@ -38,15 +38,15 @@ class Breaker:
     """Opens after `failures` attempts in a row without a response, after 4 * `failures` errors in a row, or when
     `share` of the outcomes in the last `window_s` seconds are failures.
 
-    An unexplained error does not count while the requests themselves caused most errors of the window (`acquitted`).
-    Each opening after a failed probe lasts twice as long as the one before, up to `open_max_s`. If the client of a
-    probe leaves, the next request becomes the probe. If a probe does not end within `probe_s`, another one may pass.
-    The breaker therefore never rejects for longer than max(open_max_s, probe_s), plus jitter.
+    An unexplained error does not count while the requests themselves caused most errors of the window
+    (`discount_failure`). Each opening after a failed probe lasts twice as long as the one before, up to `open_max_s`.
+    If the client of a probe leaves, the next request becomes the probe. If a probe does not end within `probe_s`,
+    another one may pass. The breaker therefore never rejects for longer than max(open_max_s, probe_s), plus jitter.
     """
 
     __slots__ = (
-        "_acquitted",
         "_bad",
+        "_discounted",
         "_draw",
         "_first",
         "_good",
@@ -153,7 +153,7 @@ class Breaker:
             return
         if now >= self._slice_until:
             self._move(now)
-        if cause == "unexplained" and self._acquitted > self._bad:
+        if cause == "unexplained" and self._discounted > self._bad:
             return
         self._run += _VOLUME if cause == "no_answer" else 1
         self._record(now, _BAD)
@@ -162,7 +162,7 @@ class Breaker:
         if many or self._run >= _VOLUME * self.failures:
             self._open(now)
 
-    def acquitted(self, attempt: Attempt, now: float) -> None:
+    def discount_failure(self, attempt: Attempt, now: float) -> None:
         """Record an error response that the request caused: neither a success nor a failure."""
         self.cancelled(attempt, now)
         if self._counts(attempt) and self._state == "closed":
@@ -191,10 +191,10 @@ class Breaker:
         self._state, self._first, self._probe = state, self._next, None
 
     def _forget(self) -> None:
-        self._run = self._good = self._bad = self._acquitted = 0
+        self._run = self._good = self._bad = self._discounted = 0
         """`_run`: weight of the failures since the last success; the others: outcomes in the window."""
         self._slices: deque[list[int]] = deque()
-        """[slice number, good, bad, acquitted], in ascending order."""
+        """[slice number, good, bad, discounted], in ascending order."""
         self._slice_until = -math.inf
         """End of the newest slice."""
 
@@ -207,7 +207,7 @@ class Breaker:
         elif outcome == _BAD:
             self._bad += 1
         else:
-            self._acquitted += 1
+            self._discounted += 1
 
     def _move(self, now: float) -> None:
         number = int(now * _SLICES / self.window_s)
@@ -216,7 +216,7 @@ class Breaker:
             slices.append([number, 0, 0, 0])
         self._slice_until = (number + 1) * self.window_s / _SLICES
         while slices[0][0] <= number - _SLICES:
-            _, good, failed, acquitted = slices.popleft()
+            _, good, failed, discounted = slices.popleft()
             self._good -= good
             self._bad -= failed
-            self._acquitted -= acquitted
+            self._discounted -= discounted

@@ -86,7 +86,7 @@ class FaultAttribution:
         if status < 400:
             availability.failed(self._attempt, now, self._proven)
         elif self._failed_elsewhere or (400 <= status < 500 and status != _CLIENT_GONE):
-            availability.acquitted(self._attempt, now)
+            availability.discount_failure(self._attempt, now)
         elif status == _CLIENT_GONE:
             availability.cancelled(self._attempt, now)
         else:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvroute.http.client.callbacks import weakly
-from kvroute.http.client.poller import Poller, PollResult, PollSettings
+from kvroute.http.client.poller import Poller, PollResult, PollSpec
 from kvroute.http.client.pool import UpstreamPool
 
 
@@ -45,7 +45,7 @@ class HealthChecks:
         pool_of: Callable[[str], UpstreamPool | None],
         on_change: Callable[[str, bool, float], None],
         now: Callable[[], float],
-        settings: PollSettings,
+        settings: PollSpec,
         *,
         failures: int = 2,
         known: Mapping[str, bool] | None = None,

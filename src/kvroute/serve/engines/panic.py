@@ -78,8 +78,8 @@ class Panics:
         self._share = share
         for engine in clients.values():
             self.add(engine)
-        for each in self._sets.values():
-            each.state.instances = each.state.available = len(each.members())
+        for panic_set in self._sets.values():
+            panic_set.state.instances = panic_set.state.available = len(panic_set.members())
 
     def add(self, engine: EngineClient) -> None:
         """Include an instance."""
@@ -99,17 +99,17 @@ class Panics:
     @property
     def sets(self) -> tuple[PanicSet, ...]:
         """Sets that have instances now."""
-        return tuple(each for each in self._sets.values() if each.members())
+        return tuple(panic_set for panic_set in self._sets.values() if panic_set.members())
 
     def refresh(self, now: float) -> None:
         """Update the sets whose state changes with time alone."""
-        for model in {each.model for each in self._sets.values() if each.state.active}:
+        for model in {panic_set.model for panic_set in self._sets.values() if panic_set.state.active}:
             self._refresh(model, now)
 
     def close(self) -> None:
         """Stop the reports of availabilities."""
-        for each in self._sets.values():
-            for engine in each.clients:
+        for panic_set in self._sets.values():
+            for engine in panic_set.clients:
                 engine.availability.on_available = None
         self._sets.clear()
 
@@ -124,13 +124,13 @@ class Panics:
     def _refresh(self, model: str, now: float) -> None:
         sets = [self._sets[model, role] for role in _ROLES]
         changed = []
-        for each in sets:
-            counted = [engine.availability for engine in each.members() if engine.availability.counted]
-            if each.state.update(sum(availability.available for availability in counted), len(counted), now):
-                changed.append(each)
-        for each in changed:
-            self._on_change(each)
-        if changed or any(each.state.active for each in sets):
-            panicking = {engine.name for each in sets if each.state.active for engine in each.members()}
+        for panic_set in sets:
+            counted = [engine.availability for engine in panic_set.members() if engine.availability.counted]
+            if panic_set.state.update(sum(availability.available for availability in counted), len(counted), now):
+                changed.append(panic_set)
+        for panic_set in changed:
+            self._on_change(panic_set)
+        if changed or any(panic_set.state.active for panic_set in sets):
+            panicking = {engine.name for panic_set in sets if panic_set.state.active for engine in panic_set.members()}
             for engine in sets[0].clients:
                 engine.availability.ignore_checks(engine.name in panicking, now)

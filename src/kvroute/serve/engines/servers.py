@@ -18,7 +18,7 @@ class Servers:
             self.add(instance.name, instance.server, instance.rank)
 
     @classmethod
-    def alone(cls, names: Iterable[str]) -> Servers:
+    def without_ranks(cls, names: Iterable[str]) -> Servers:
         """Return the servers of instances without data-parallel ranks."""
         servers = cls()
         for name in names:

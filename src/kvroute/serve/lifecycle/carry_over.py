@@ -33,9 +33,9 @@ class StateCarryOver:
     def __init__(self, old: ClusterRuntime, new: ClusterRuntime, retired: Sequence[ClusterRuntime]) -> None:
         """Args: `retired` are all clusters before the new one that still have requests, including the old one."""
         self._old, self._new = old, new
-        self._stay = [name for name in new.engines if same_engine(name, old, new)]
-        self._retired = {name: [each for each in retired if same_engine(name, each, new)] for name in self._stay}
-        self._to_tell = {name for name in self._stay if self._keeps_prefixes(name)}
+        self._retained = [name for name in new.engines if same_engine(name, old, new)]
+        self._retired = {name: [each for each in retired if same_engine(name, each, new)] for name in self._retained}
+        self._to_tell = {name for name in self._retained if self._keeps_prefixes(name)}
         """Instances whose cached prefixes are not reported to the new core yet."""
         self._reported: dict[str, int] = {}
         """Number of old requests last reported to the core, by engine that does not report its load itself."""
@@ -47,7 +47,7 @@ class StateCarryOver:
 
     def forget(self, names: Sequence[str]) -> None:
         """Carry over nothing more of instances that have left the new cluster."""
-        self._stay = [name for name in self._stay if name not in names]
+        self._retained = [name for name in self._retained if name not in names]
         for name in names:
             self._to_tell.discard(name)
             self._reported.pop(name, None)
@@ -65,7 +65,7 @@ class StateCarryOver:
         ]:
             new.on_telemetry(telemetry)
         new.panics.inherit(old.panics)
-        for name in self._stay:
+        for name in self._retained:
             before, after = old.engines[name], new.engines[name]
             if old.settings.measure == new.settings.measure:
                 after.measures = before.measures
@@ -78,7 +78,7 @@ class StateCarryOver:
                 running = max(measured.running, self._in_flight(name) - measured.waiting)
                 new.notify(InstanceMeasured(now, name, running, measured.waiting, measured.kv_used_share))
         for name, (adapters, slots) in old.control.adapters.items():
-            if name in self._stay:
+            if name in self._retained:
                 new.notify(AdaptersMeasured(now, name, adapters, slots))
         if old.wan_paths is not None and new.wan_paths is not None:
             new.wan_paths.inherit(old.wan_paths, now)
@@ -117,7 +117,7 @@ class StateCarryOver:
 
     def _same_path(self, source: str, target: str, same: Sequence[bool]) -> bool:
         """Whether both clusters have these instances, in the same tier with the same bandwidth."""
-        if source not in self._stay or target not in self._stay:
+        if source not in self._retained or target not in self._retained:
             return False
         old, new = self._old.cluster, self._new.cluster
         tier = int(new.tier[new.index(source), new.index(target)])
@@ -125,7 +125,7 @@ class StateCarryOver:
 
     def refresh(self) -> None:
         """Report old requests to the new core as external load, for engines that do not report their load."""
-        for name in self._stay:
+        for name in self._retained:
             if name in self._new.measured:
                 self._reported.pop(name, None)
             elif (in_flight := self._in_flight(name)) != self._reported.get(name, 0):
@@ -141,7 +141,7 @@ class StateCarryOver:
             await asyncio.sleep(0)
         caches, cluster = self._old.control.caches, self._old.cluster
         block_tokens, models = self._new.settings.prompt.block_tokens, set[str]()
-        for name in self._stay:
+        for name in self._retained:
             if name in self._to_tell:
                 self._to_tell.discard(name)
                 now, index = self._new.now(), cluster.index(name)

@@ -19,19 +19,19 @@ from kvroute.http.forwarding.stream_forwarder import StreamForwarder
 from kvroute.topology import Cluster, parse
 
 
-def rehearse(spec: ControlSpec, cluster: Cluster, text: str) -> None:
-    """Run synthetic requests (see `ControlSpec.rehearse`); kernels that are not cached are compiled elsewhere first.
+def warm_up(spec: ControlSpec, cluster: Cluster, text: str) -> None:
+    """Run synthetic requests (see `ControlSpec.warm_up`); kernels that are not cached are compiled elsewhere first.
 
     Args: `text` of the cluster file.
     """
     try:
         with only_cached():
-            spec.rehearse(cluster)
+            spec.warm_up(cluster)
     except NotCached:
         job = msgspec.json.encode(LogHeader(cluster=text, spec=spec))
         with suppress(OSError):  # no other process can be started, so this one compiles
             subprocess.run([sys.executable, "-m", __spec__.name], input=job, capture_output=True)
-        spec.rehearse(cluster)
+        spec.warm_up(cluster)
     release_compiler()
 
 
@@ -44,7 +44,7 @@ async def _start_forwarder() -> None:
 def main() -> None:
     """Compile the kernels of the cluster and the configuration on standard input."""
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=LogHeader)
-    job.spec.rehearse(parse(job.cluster))
+    job.spec.warm_up(parse(job.cluster))
     asyncio.run(_start_forwarder())
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 
 from kvroute.control import Control, ControlSpec, LogHeader
-from kvroute.http.server.request_parser import Limits
+from kvroute.http.server.request_parser import RequestLimits
 from kvroute.serve.api.prompt import Prompts
 from kvroute.serve.config.offload import EMULATED_HOOK, RoleSwitchSection
 from kvroute.serve.config.preflight import check_places, deployment_of
 from kvroute.serve.config.settings import GatewaySettings
-from kvroute.serve.lifecycle.compilation import rehearse
+from kvroute.serve.lifecycle.compilation import warm_up
 from kvroute.serve.observe.event_log import LogBounds
 from kvroute.serve.observe.redaction import redacted_file
 from kvroute.serve.proxy.admission.admission import AdmissionLimits
@@ -117,9 +117,9 @@ class Deployment:
         return self.settings.control_spec()
 
     def core(self) -> Control:
-        """Return a new control core; a rehearsal ensures that its first decision takes no longer than later ones."""
+        """Return a new control core; its warm-up ensures that its first decision takes no longer than later ones."""
         spec = self.control_spec
-        rehearse(spec, self.cluster, self.text)
+        warm_up(spec, self.cluster, self.text)
         return spec.build(self.cluster)
 
     @property
@@ -146,10 +146,10 @@ class Deployment:
         )
 
     @property
-    def http_limits(self) -> Limits:
+    def http_limits(self) -> RequestLimits:
         """Limits for clients of the HTTP server."""
         limits = self.settings.limits
-        return Limits(
+        return RequestLimits(
             header_bytes=int(limits.header_bytes),
             body_bytes=int(limits.body_bytes),
             bodies_bytes=int(limits.bodies_bytes),

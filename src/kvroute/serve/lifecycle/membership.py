@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from kvroute.control import NextCluster
 from kvroute.serve.discovery.sources import source_of
 from kvroute.serve.lifecycle.reload import ClusterManager
-from kvroute.serve.observe.layout import Layout, layout_of
+from kvroute.serve.observe.layout import ClusterLayout, layout_of
 from kvroute.serve.observe.logs import log_event
 from kvroute.serve.observe.view import DiscoveryLoad
 from kvroute.topology.reading.discovery import admitted
@@ -261,7 +261,7 @@ class Membership:
         log_event("info", "cluster_changed", instances=len(manager.runtime.engines), reason=text)
         await asyncio.to_thread(before.clear)  # freeing the arrays of a large cluster takes milliseconds
 
-    def _prepared(self, joined: tuple[Joined, ...], left: tuple[str, ...]) -> tuple[NextCluster, Layout]:
+    def _prepared(self, joined: tuple[Joined, ...], left: tuple[str, ...]) -> tuple[NextCluster, ClusterLayout]:
         following = self._manager.runtime.control.prepare(joined, left)
         return following, layout_of(following.parts.cluster, self._manager.next_layout)
 

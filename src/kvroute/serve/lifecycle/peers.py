@@ -6,17 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvroute.control import Admissions, Control, Usage
+from kvroute.control import Admissions, ChargedUsage, Control
 from kvroute.serve.replication.common_limits import CommonLimits, CommonUsage
 from kvroute.serve.replication.driver import Replication, SharedStream
-from kvroute.serve.replication.stream import Stream
+from kvroute.serve.replication.stream import RedisStream
 from kvroute.types import Event, PeerReported, RoleSwitched, ScaleEnded
 
 if TYPE_CHECKING:
     from kvroute.serve.config.replication import ReplicationSection
     from kvroute.serve.lifecycle.reload import ClusterManager
     from kvroute.serve.observe.metrics.metrics import Metrics
-    from kvroute.serve.proxy.admission.admission import Elsewhere
+    from kvroute.serve.proxy.admission.admission import PeerCounts
     from kvroute.serve.proxy.admission.rate_limits import OtherUsage
 
 _WORKER_LEASE_S, _WORKER_FLUSH_S = 5.0, 0.001
@@ -31,7 +31,7 @@ class SharedByWorkers:
     """Secret from which cache salts are derived, unless the settings name another one."""
     group: str
     """Identifier of the workers of this machine together."""
-    counts: Elsewhere
+    counts: PeerCounts
     """What the others count against the limits of admission."""
     stream: Callable[[], SharedStream]
     """Connects to the stream of their bookings, which is used unless the settings have the section `replication`."""
@@ -58,7 +58,7 @@ class Peers:
         """
         self.clusters: ClusterManager | None = None
         """The clusters that are served; set before the replication starts."""
-        self.counts: Elsewhere | None = shared.counts if shared is not None else None
+        self.counts: PeerCounts | None = shared.counts if shared is not None else None
         """What the same gateways count against the limits of admission; None: there are none."""
         self.usage: OtherUsage | None = None
         """What they charge to keys; None: there are no others with common rates."""
@@ -69,7 +69,7 @@ class Peers:
             return
         own_only = section is not None and section.limits == "own"
         group = shared.group if shared is not None else ""
-        usage = Usage(group, within_group=own_only)
+        usage = ChargedUsage(group, within_group=own_only)
         if section is None:
             assert shared is not None
             self.replication = Replication(
@@ -78,7 +78,7 @@ class Peers:
         else:
             admissions = Admissions(group) if section.limits == "common" else None
             self.replication = Replication(
-                lambda: Stream(section, cluster),
+                lambda: RedisStream(section, cluster),
                 self,
                 metrics,
                 now,

@@ -24,7 +24,7 @@ from kvroute.serve.lifecycle.deployment import Deployment
 from kvroute.serve.lifecycle.role_switches import RoleSwitches
 from kvroute.serve.lifecycle.scaling import ScalingDriver
 from kvroute.serve.observe.event_log import EventLogWriter
-from kvroute.serve.observe.layout import Layout
+from kvroute.serve.observe.layout import ClusterLayout
 from kvroute.serve.observe.logs import log_event
 from kvroute.serve.proxy.runtime import ClusterRuntime, Secrets, SharedServices
 from kvroute.serve.telemetry.collectors import Collectors
@@ -148,7 +148,7 @@ class ClusterManager:
         """Id of the dashboard's layout after the present one."""
         return self._shared.state.next_layout
 
-    def change(self, following: NextCluster, layout: Layout) -> None:
+    def change(self, following: NextCluster, layout: ClusterLayout) -> None:
         """Let discovered engines join and leave the current cluster.
 
         Args:

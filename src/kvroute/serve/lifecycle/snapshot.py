@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvroute.control import Load as CoreLoad
+from kvroute.control import CountedLoad as CoreLoad
 from kvroute.control.offload.allocation import Review
 from kvroute.control.offload.offloader import Offloader
 from kvroute.policies import FORESIGHT_POLICIES

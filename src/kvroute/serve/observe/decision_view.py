@@ -26,7 +26,7 @@ from kvroute.types import (
 CANDIDATES_MOST = 8
 
 
-class Candidate(msgspec.Struct, frozen=True):
+class CandidateView(msgspec.Struct, frozen=True):
     """One candidate's cost terms at the time of the decision."""
 
     name: str
@@ -52,13 +52,13 @@ class DecisionView(msgspec.Struct, frozen=True, kw_only=True):
     hit_tokens: int = 0
     reason: str = ""
     unit: str = ""
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[CandidateView, ...] = ()
     shadow: Shadowed | None = None
     """What the shadow policy would have chosen."""
     others: int = 0
     """Number of candidates that are not listed."""
-    alone: tuple[Candidate, ...] = ()
-    """The cheapest instances that could have served the request alone, and the pair that was preferred to them."""
+    aggregated: tuple[CandidateView, ...] = ()
+    """The cheapest instances that could have served the request aggregated, and the pair that was preferred to them."""
     offload: Offload | None = None
     """Reason for the choice of the prefill datacenter, if there is a choice."""
     role: Role | None = None
@@ -108,14 +108,14 @@ def judgement_of(number: int, at: float, policy: str, decision: Decision) -> Dec
         candidates=candidates,
         shadow=decision.shadow if isinstance(decision, Decode) else None,
         others=len(terms.names) - len(candidates) if terms is not None else 0,
-        alone=_alone(decision),
+        aggregated=_aggregated(decision),
         offload=decision.offload if isinstance(decision, Prefill) else None,
         role=decision.role if isinstance(decision, SwitchRole | ScaleIn | ScaleOut) else None,
     )
 
 
-def _alone(decision: Decision) -> tuple[Candidate, ...]:
-    terms = decision.alone if isinstance(decision, Prefill) else None
+def _aggregated(decision: Decision) -> tuple[CandidateView, ...]:
+    terms = decision.aggregated if isinstance(decision, Prefill) else None
     return () if terms is None else _candidates(terms, terms.names[-1])
 
 
@@ -129,14 +129,14 @@ def _hit_tokens(decision: Decision) -> int:
             return 0
 
 
-def _candidates(terms: Terms, chosen: str) -> tuple[Candidate, ...]:
+def _candidates(terms: Terms, chosen: str) -> tuple[CandidateView, ...]:
     """Return the candidates to show: feasible ones first, then by cost, then by position; always the chosen one."""
     order = np.lexsort((terms.cost, ~terms.feasible)).tolist()
     shown = order[:CANDIDATES_MOST]
     if chosen and all(terms.names[k] != chosen for k in shown):
         shown[-1] = terms.names.index(chosen)
     return tuple(
-        Candidate(
+        CandidateView(
             terms.names[k],
             bool(terms.feasible[k]),
             short(float(terms.cost[k])),

@@ -12,12 +12,12 @@ from kvroute.topology.tree import TIER_NAMES, Domain, domain_tree
 from kvroute.types import Role
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A domain of the map; a node refers to its instances by position in `Layout.instances`."""
+class MapDomain(msgspec.Struct, frozen=True, kw_only=True):
+    """A domain of the map; a node refers to its instances by position in `ClusterLayout.instances`."""
 
     kind: str
     name: str
-    children: tuple[Place, ...] = ()
+    children: tuple[MapDomain, ...] = ()
     instances: tuple[int, ...] = ()
 
 
@@ -35,7 +35,7 @@ class LayoutInstance(msgspec.Struct, frozen=True, kw_only=True):
     """URL of the engine; empty in a simulation."""
 
 
-class Site(msgspec.Struct, frozen=True, kw_only=True):
+class MapSite(msgspec.Struct, frozen=True, kw_only=True):
     """A datacenter and its role."""
 
     name: str
@@ -53,14 +53,14 @@ class WanLink(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True):
     """The cluster as a tree; `id` changes when the cluster file is reloaded."""
 
     id: int
     name: str
-    root: Place
+    root: MapDomain
     instances: tuple[LayoutInstance, ...]
-    sites: tuple[Site, ...]
+    sites: tuple[MapSite, ...]
     """Datacenters, ascending by name."""
     wan: tuple[WanLink, ...]
     tiers: tuple[str, ...]
@@ -70,10 +70,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     tier_bytes_per_s: tuple[float, ...]
 
 
-def layout_of(cluster: Cluster, number: int) -> Layout:
+def layout_of(cluster: Cluster, number: int) -> ClusterLayout:
     """Return the map of a cluster; instances are in the cluster's order."""
     positions = {instance.name: k for k, instance in enumerate(cluster.instances)}
-    return Layout(
+    return ClusterLayout(
         id=number,
         name=cluster.name,
         root=_place(domain_tree(cluster), positions),
@@ -111,14 +111,14 @@ def _tiers_present(cluster: Cluster) -> tuple[int, ...]:
     return tuple(np.unique(cluster.tier[others]).tolist())
 
 
-def _sites(cluster: Cluster) -> tuple[Site, ...]:
+def _sites(cluster: Cluster) -> tuple[MapSite, ...]:
     homes = {instance.datacenter for instance in cluster.instances if instance.role != "prefill"}
     names = sorted({instance.datacenter for instance in cluster.instances})
-    return tuple(Site(name=name, role="home" if name in homes else "prefill") for name in names)
+    return tuple(MapSite(name=name, role="home" if name in homes else "prefill") for name in names)
 
 
-def _place(domain: Domain, positions: dict[str, int]) -> Place:
-    return Place(
+def _place(domain: Domain, positions: dict[str, int]) -> MapDomain:
+    return MapDomain(
         kind=domain.kind,
         name=domain.name,
         children=tuple(_place(child, positions) for child in domain.children),

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvroute.serve.observe.decision_view import short
 from kvroute.serve.observe.distribution import counts_of
-from kvroute.serve.observe.view import Split, Ttft
+from kvroute.serve.observe.view import Split, TtftBreakdown
 from kvroute.types import TIER_COUNT, FloatArray
 
 WINDOW_S = 60.0
@@ -38,7 +38,7 @@ class RecentRequests:
         self._splits_at = -SPLITS_S
         self._last_splits: tuple[Split, ...] = ()
 
-    def first_token(self, ttft: Ttft, at: float, policy: str, *, tier: int | None, kv_bytes: float) -> None:
+    def first_token(self, ttft: TtftBreakdown, at: float, policy: str, *, tier: int | None, kv_bytes: float) -> None:
         """Add a request whose first token was seen. Args: `tier` None: prefill and decode on one instance."""
         start = self._row(at, tier, kv_bytes, policy)
         rows = self._rows

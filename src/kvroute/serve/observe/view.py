@@ -10,7 +10,7 @@ from kvroute.control import CalibrationRow, ShadowTally, SyncState
 from kvroute.policies import TierLearned
 from kvroute.serve.observe.decision_view import DecisionView
 from kvroute.serve.observe.history import HistoryPoint
-from kvroute.serve.observe.layout import Layout
+from kvroute.serve.observe.layout import ClusterLayout
 from kvroute.types import TIER_COUNT, MeasuredBy, Replicas, Role
 
 BreakerState: TypeAlias = Literal["closed", "half-open", "open"]
@@ -211,7 +211,7 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     instances: tuple[InstanceLoad, ...] = ()
 
 
-class Ttft(msgspec.Struct, frozen=True, gc=False):
+class TtftBreakdown(msgspec.Struct, frozen=True, gc=False):
     """Parts of a stream's time to the first token; their sum is the client's waiting time, transfer included."""
 
     queue_s: float
@@ -229,13 +229,13 @@ class Ttft(msgspec.Struct, frozen=True, gc=False):
         return self.queue_s + self.prefill_s + self.transfer_s + self.first_step_s
 
 
-class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+class TransferView(msgspec.Struct, frozen=True, kw_only=True):
     """A KV transfer in progress, or one that ended less than LINGER_S ago."""
 
     id: int
     request_id: int
     source: int
-    """Position in `Layout.instances`, as in `target`."""
+    """Position in `ClusterLayout.instances`, as in `target`."""
     target: int
     tier: int
     kv_bytes: float
@@ -283,7 +283,8 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WanLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Own KV bytes on one link between datacenters, in the order of `Layout.wan`; tuples are (forward, backward)."""
+    """Own KV bytes on one link between datacenters, in the order of `ClusterLayout.wan`; tuples are (forward,
+    backward)."""
 
     in_flight: tuple[int, int]
     """Number of transfers."""
@@ -328,7 +329,7 @@ class DashboardUpdate(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     rejects: int
     transfers_in_flight: int
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[TransferView, ...]
     decisions: tuple[DecisionView, ...]
     """The newest decisions, oldest first."""
     window_s: float
@@ -358,7 +359,7 @@ class Distributions(msgspec.Struct, frozen=True, kw_only=True):
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The layout, all changing values, and the last 15 minutes."""
 
-    layout: Layout
+    layout: ClusterLayout
     tick: DashboardUpdate
     history: tuple[HistoryPoint, ...]
     """Oldest first."""

@@ -68,7 +68,7 @@ MakeRequest: TypeAlias = "Callable[[ClusterRuntime, ClientExchange, Completion, 
 """Makes the request of a completion; the arguments are those of `ProxiedRequest`."""
 
 
-class Begins(Protocol):
+class AdmittedRequest(Protocol):
     """A request that has been admitted."""
 
     def begin(self) -> None:
@@ -76,7 +76,7 @@ class Begins(Protocol):
 
 
 MakePassthrough: TypeAlias = (
-    "Callable[[ClusterRuntime, ClientExchange, PassthroughBody, int, bytes, Callable[[int], None]], Begins]"
+    "Callable[[ClusterRuntime, ClientExchange, PassthroughBody, int, bytes, Callable[[int], None]], AdmittedRequest]"
 )
 """Makes a request that needs no decision; the arguments are those of `PassthroughRequest`."""
 
@@ -177,7 +177,7 @@ class Endpoints:
     ) -> None:
         """Parse a body, a large one in a thread, and call `take` with the result, the key and the time of arrival."""
         key = self._key(exchange)
-        if key is _NOBODY:
+        if key is _UNAUTHENTICATED:
             return
         received_at = self.serving.now()
         coding = content_coding(exchange.headers)
@@ -251,7 +251,7 @@ class Endpoints:
 
     def _models(self, exchange: ClientExchange) -> None:
         key = self._key(exchange)
-        if key is _NOBODY:
+        if key is _UNAUTHENTICATED:
             return
         names = self.serving.models.names()
         rest = exchange.path[len(MODEL_PATH) :]
@@ -338,7 +338,7 @@ class Endpoints:
     def _exceeded(self, exchange: ClientExchange, kind: str, key: str | None, refusal: Refusal) -> None:
         headers = [*refusal.headers, (b"retry-after", b"%d" % refusal.retry_after_s)]
         exchange.respond(refusal.status, refusal.body, headers=headers)
-        self.serving.metrics.rejected(refusal.word)
+        self.serving.metrics.rejected(refusal.metric_reason)
         self.serving.state.rejected(self.serving.now())
         self._admission_queue.log_finished(exchange, kind, refusal.status, 0.0, key)
 
@@ -364,7 +364,7 @@ class Endpoints:
         self._admission_queue.log_finished(exchange, "other", 405, 0.0, None)
 
     def _key(self, exchange: ClientExchange) -> str | None:
-        """Return the name of the client's key; None if no keys are required; `_NOBODY` after a rejection."""
+        """Return the name of the client's key; None if no keys are required; `_UNAUTHENTICATED` after a rejection."""
         if not self.keys.required:
             return None
         name = self.keys.name_in(exchange.headers)
@@ -374,7 +374,7 @@ class Endpoints:
         exchange.respond(401, body, headers=[(b"www-authenticate", b"Bearer")])
         self.serving.metrics.rejected("key")
         self._admission_queue.log_finished(exchange, self._kind(exchange.path), 401, 0.0, None)
-        return _NOBODY
+        return _UNAUTHENTICATED
 
     def _kind(self, path: bytes) -> str:
         """Return the endpoint's name in metrics."""
@@ -391,4 +391,4 @@ class Endpoints:
         self._admission_queue.log_finished(exchange, kind, status, 0.0, key)
 
 
-_NOBODY = "\0"
+_UNAUTHENTICATED = "\0"

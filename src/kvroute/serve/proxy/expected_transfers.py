@@ -52,7 +52,7 @@ class ExpectedEnd:
 class ExpectedTransfers:
     """Transfers that are expected to complete, and when."""
 
-    __slots__ = ("_alone_s", "_bytes_per_s", "_due", "_latency_s", "_order", "_timer", "due_at")
+    __slots__ = ("_bytes_per_s", "_due", "_idle_step_s", "_latency_s", "_order", "_timer", "due_at")
 
     def __init__(self, cluster: Cluster) -> None:
         self._due: list[tuple[float, int, ExpectedEnd]] = []
@@ -66,7 +66,7 @@ class ExpectedTransfers:
     def change(self, cluster: Cluster) -> None:
         """Follow a change of the cluster."""
         specs = {instance.name: cluster.timing[instance.timing].decode for instance in cluster.instances}
-        self._alone_s = {name: spec.base_s + spec.per_request_s for name, spec in specs.items()}
+        self._idle_step_s = {name: spec.base_s + spec.per_request_s for name, spec in specs.items()}
         self._bytes_per_s, self._latency_s = cluster.tier_bytes_per_s.tolist(), cluster.tier_latency_s.tolist()
 
     def expected(self, decision: Decode) -> ExpectedTiming:
@@ -79,15 +79,15 @@ class ExpectedTransfers:
         elif decision.source == decision.target:
             transfer_s = 0.0
         else:
-            transfer_s = self.alone_s(decision.tier, decision.kv_bytes)
+            transfer_s = self.uncontended_s(decision.tier, decision.kv_bytes)
         if "steps_s" in parts:  # the decode instance computes the prompt itself
             queue_s = sum(float(parts[name][index]) for name in ("wait_s", "prefill_s", "steps_s"))
-            return ExpectedTiming(transfer_s, queue_s, self._alone_s[decision.target])
+            return ExpectedTiming(transfer_s, queue_s, self._idle_step_s[decision.target])
         if "decode_s" in parts:
             return ExpectedTiming(transfer_s, float(parts["queue_s"][index]), float(parts["decode_s"][index]))
-        return ExpectedTiming(transfer_s, 0.0, self._alone_s[decision.target])
+        return ExpectedTiming(transfer_s, 0.0, self._idle_step_s[decision.target])
 
-    def alone_s(self, tier: int, nbytes: float) -> float:
+    def uncontended_s(self, tier: int, nbytes: float) -> float:
         """Return the duration of a transfer that has its tier's bandwidth for itself."""
         seconds: float = nbytes / self._bytes_per_s[tier] + self._latency_s[tier]
         return seconds

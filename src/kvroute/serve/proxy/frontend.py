@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvroute.http.deadlines import Deadlines
-from kvroute.http.server.request_parser import Limits
+from kvroute.http.server.request_parser import RequestLimits
 from kvroute.http.server.server import HttpServer, ServerHooks
 from kvroute.http.server.web_pages import WebPages
 from kvroute.serve.api.anthropic.errors import ApiErrors
@@ -20,10 +20,10 @@ from kvroute.serve.proxy.legs.passthrough import PassthroughRequest
 from kvroute.types import Discovered, OwnPicker
 
 
-class Server(Protocol):
+class FrontendServer(Protocol):
     """Accepts the requests of clients and passes them to endpoints."""
 
-    limits: Limits
+    limits: RequestLimits
 
     @property
     def connections(self) -> int:
@@ -44,7 +44,7 @@ class ServerParts:
     """What a server of the gateway uses."""
 
     endpoints: Endpoints
-    limits: Limits
+    limits: RequestLimits
     deadlines: Deadlines
     pages: WebPages
     ready: Callable[[], str]
@@ -72,7 +72,7 @@ class Frontend(Protocol):
     def metrics(self) -> bool:
         """Whether clients may read the metrics if no keys are required and the settings do not say."""
 
-    def server(self, parts: ServerParts) -> Server:
+    def server(self, parts: ServerParts) -> FrontendServer:
         """Return a server that does not listen yet."""
 
     def engine_fault(self, engine: Discovered) -> str:
@@ -98,7 +98,7 @@ class HttpFrontend:
         """Args: `shares_port`: other processes of the same user listen at the same address."""
         self._shares_port = shares_port
 
-    def server(self, parts: ServerParts) -> Server:
+    def server(self, parts: ServerParts) -> FrontendServer:
         """See `Frontend`."""
         hooks = ServerHooks(parts.endpoints.guard, parts.endpoints.refused, log_accept_paused)
         return HttpServer(

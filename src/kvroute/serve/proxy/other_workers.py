@@ -20,7 +20,7 @@ _COLUMNS = _FIRST_KEY + _KEYS
 
 
 class OtherWorkers:
-    """An `Elsewhere`: one worker's access to the counts of all."""
+    """A `PeerCounts`: one worker's access to the counts of all."""
 
     shared = True
 

@@ -20,7 +20,7 @@ class _Own:
     source: str
     target: str
     kv_bytes: float
-    alone_s: float
+    uncontended_s: float
     """Duration of the transfer alone, by the cluster file."""
     seconds: float | None = None
     """Duration that the gateway has observed; None: it has not."""
@@ -46,13 +46,13 @@ class Counted:
 class OwnTransfers:
     """The transfers of this gateway in progress, and those that have ended since their engines' last pages."""
 
-    def __init__(self, alone_s: Callable[[int, float], float], ranks_of: Callable[[str], int]) -> None:
+    def __init__(self, uncontended_s: Callable[[int, float], float], ranks_of: Callable[[str], int]) -> None:
         """Args:
 
-        alone_s: (tier, bytes) -> duration of a transfer alone, by the cluster file.
+        uncontended_s: (tier, bytes) -> duration of a transfer alone, by the cluster file.
         ranks_of: name of an instance -> its tensor-parallel ranks.
         """
-        self._alone_s, self._ranks_of = alone_s, ranks_of
+        self._uncontended_s, self._ranks_of = uncontended_s, ranks_of
         self._moving: dict[int, _Own] = {}
         """By request."""
         self._ended: dict[str, deque[_Own]] = {}
@@ -60,8 +60,8 @@ class OwnTransfers:
 
     def started(self, decision: Decode) -> None:
         """Record the start of a request's transfer."""
-        alone_s = self._alone_s(decision.tier, decision.kv_bytes)
-        self._moving[decision.request_id] = _Own(decision.source, decision.target, decision.kv_bytes, alone_s)
+        uncontended_s = self._uncontended_s(decision.tier, decision.kv_bytes)
+        self._moving[decision.request_id] = _Own(decision.source, decision.target, decision.kv_bytes, uncontended_s)
 
     def ended(self, decision: Decode, seconds: float | None, now: float) -> None:
         """Record its end, even if it has failed: the engine may have counted it.
@@ -131,4 +131,4 @@ def _shares(
 
 
 def _weight_s(own: _Own, observed: bool) -> float:
-    return (own.seconds or 0.0) if observed else own.alone_s
+    return (own.seconds or 0.0) if observed else own.uncontended_s

@@ -147,11 +147,11 @@ class RequestEvents:
         now: float,
         only: tuple[str, ...] | None = None,
         *,
-        joint: bool = False,
+        both_on_arrival: bool = False,
         ttft_max_s: float | None = None,
     ) -> Decisions:
         """Report a new request. Args: see `Arrived`."""
-        return self.decide(Arrived(now, request, only, joint, ttft_max_s))
+        return self.decide(Arrived(now, request, only, both_on_arrival, ttft_max_s))
 
     def prefill_finished(self, number: int, now: float, kept_tokens: int = 0) -> Decisions:
         """Report that the KV cache is complete, or that no prefill instance computes it any more. Args: `kept_tokens`:

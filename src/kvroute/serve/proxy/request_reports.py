@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvroute.serve.observe.admin.state import DashboardState
     from kvroute.serve.observe.file_descriptors import OpenFiles
     from kvroute.serve.observe.metrics.metrics import Leg, Metrics
-    from kvroute.serve.observe.view import Ttft
+    from kvroute.serve.observe.view import TtftBreakdown
     from kvroute.serve.proxy.own_transfers import OwnTransfers
     from kvroute.serve.proxy.request_events import Caller, RequestEvents
 
@@ -99,7 +99,7 @@ class RequestReports:
         counts = {"failed": failed} if failed else {}
         log_event("warning", "kv_lost", instance=instance, **counts, **({"expired": expired} if expired else {}))
 
-    def first_token(self, decision: Decode, ttft: Ttft, now: float, exemplar: tuple[str, str] | None) -> None:
+    def first_token(self, decision: Decode, ttft: TtftBreakdown, now: float, exemplar: tuple[str, str] | None) -> None:
         """Report that the client has the first byte of its stream."""
         alone = decision.source == decision.target
         protocol = self.engines[decision.target].instance.protocol

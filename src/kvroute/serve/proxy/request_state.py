@@ -84,7 +84,7 @@ class RequestState(RequestContext):
 
     __slots__ = (
         "abandoned",
-        "alone",
+        "aggregated",
         "completion",
         "kind",
         "number",
@@ -119,7 +119,7 @@ class RequestState(RequestContext):
         """Its attempt to transfer the KV cache from another datacenter over a WAN path; None: there is none."""
         self.abandoned = False
         """The client has left, and the request goes on only until the prefill engine's KV cache is fetched."""
-        self.alone = False
+        self.aggregated = False
         """The decode instance computes the prompt, because the prefill instance has returned no transfer parameters."""
 
     def head_of(self, handshake: KvHandshake | None) -> bytes:

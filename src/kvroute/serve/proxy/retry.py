@@ -170,7 +170,7 @@ class Blame:
     """The cause as which the failure counts once another attempt succeeds."""
 
 
-def blame(leg: LegKind, failure: LegFailure, *, over_path: bool = False) -> Blame:
+def record_failure(leg: LegKind, failure: LegFailure, *, over_path: bool = False) -> Blame:
     """Return what counts the failure of a leg.
 
     Args:
@@ -208,7 +208,7 @@ class Progress:
     """Another instance that is up can prefill."""
     kv_refetchable: bool = False
     """Another decode engine may fetch the same KV cache once more."""
-    decode_final: bool = False
+    decode_not_resendable: bool = False
     """A decode or passthrough leg was sent, and no other one can be."""
 
 
@@ -271,14 +271,14 @@ def decide(step: Step, failure: LegFailure, progress: Progress) -> Action:
     if failure.passed_on and not progress.response_started:
         return PassOn()
     if step == "write":
-        return Ignore() if progress.decode_final else Retry("decode", kv_lost=failure.sent)
+        return Ignore() if progress.decode_not_resendable else Retry("decode", kv_lost=failure.sent)
     if step == "prefill":
         if progress.decode_waits and not progress.other_prefill:
             return DecodeWithoutPrefill()
-        return Fail(UPSTREAM) if progress.decode_final else Retry("prefill")
+        return Fail(UPSTREAM) if progress.decode_not_resendable else Retry("prefill")
     if progress.response_started:
         return EndStream()
-    if progress.decode_final:
+    if progress.decode_not_resendable:
         return Fail(UPSTREAM)
     if step == "passthrough":
         return Retry("passthrough")

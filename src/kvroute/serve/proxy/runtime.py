@@ -182,7 +182,7 @@ class ClusterRuntime:
             engines=self.engines,
             requests=self.requests,
             callers=self.callers,
-            own_transfers=OwnTransfers(self.expected_transfers.alone_s, partial(_ranks_of, self.engines)),
+            own_transfers=OwnTransfers(self.expected_transfers.uncontended_s, partial(_ranks_of, self.engines)),
             open_files=OpenFiles(shared.metrics),
             on_end=shared.on_end,
         )
@@ -257,8 +257,10 @@ class ClusterRuntime:
             reason = {} if up else {"reason": self.engines[name].availability.reason or "breaker"}
             log_event("info" if up else "warning", "instance_up" if up else "instance_down", instance=name, **reason)
         # No slow start for an instance whose checks are merely ignored, or whose path is open again.
-        crowd = self.engines[name].availability.ignored or (self.wan_paths is not None and self.wan_paths.changing)
-        self.notify(InstanceUp(now, name, returned=not crowd) if up else InstanceDown(now, name))
+        same_engine = self.engines[name].availability.ignored or (
+            self.wan_paths is not None and self.wan_paths.changing
+        )
+        self.notify(InstanceUp(now, name, returned=not same_engine) if up else InstanceDown(now, name))
 
     def panicked(self, panicking: PanicSet) -> None:
         """Report the start or end of a panic."""

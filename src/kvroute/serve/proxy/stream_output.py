@@ -8,7 +8,7 @@ from kvroute.serve.api.streams import DONE_CHUNK, USAGE_MARK, StreamFormat, repo
 
 if TYPE_CHECKING:
     from kvroute.http.forwarding.stream_forwarder import Forwarded
-    from kvroute.serve.api.responses import Usage
+    from kvroute.serve.api.responses import TokenUsage
 
 _EVENT_DATA = b"\ndata:"
 
@@ -39,7 +39,7 @@ class StreamOutput:
         self._format, self._hidden, self._several = format, hidden, several
         self.events = self.number = 0
         """`events`: with a token; `number`: of the next event, in the format that has numbers."""
-        self.usage: Usage | None = None
+        self.usage: TokenUsage | None = None
         """The last usage that was reported."""
         self.complete = False
         """The event that ends a complete stream has been relayed."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvroute.control import Admissions, Control, Replica, Usage
+from kvroute.control import Admissions, ChargedUsage, Control, Replica
 from kvroute.serve.observe.logs import log_event
 from kvroute.serve.observe.metrics.metrics import Metrics
 from kvroute.serve.observe.view import ReplicationLoad
@@ -68,7 +68,7 @@ class Replication:
         lease_s: float,
         flush_s: float,
         admissions: Admissions | None = None,
-        usage: Usage | None = None,
+        usage: ChargedUsage | None = None,
     ) -> None:
         """
         Args:

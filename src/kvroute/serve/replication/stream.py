@@ -23,7 +23,7 @@ class StreamError(Exception):
     """The server cannot be reached or refuses a command."""
 
 
-class Stream:
+class RedisStream:
     """Two connections to the server: one waits for entries, one writes. Every method raises StreamError.
 
     It uses redis-py's connections without its client, whose commands take several times as long.

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from kvroute.http.client.callbacks import weakly
-from kvroute.http.client.poller import PollSettings
+from kvroute.http.client.poller import PollSpec
 from kvroute.http.client.pool import UpstreamPool
 from kvroute.serve.engines.health import HealthChecks
 from kvroute.serve.engines.servers import Servers
@@ -49,7 +49,7 @@ class Collectors:
             pool_of,
             weakly(self._health_changed),
             runtime.now,
-            PollSettings(
+            PollSpec(
                 path=health.path,
                 interval_s=float(health.interval_s),
                 timeout_s=float(health.timeout_s),
@@ -83,7 +83,7 @@ class Collectors:
             pool_of,
             self._on_event,
             runtime.now,
-            PollSettings(
+            PollSpec(
                 path=scrape.path,
                 interval_s=float(scrape.interval_s),
                 timeout_s=float(scrape.interval_s),

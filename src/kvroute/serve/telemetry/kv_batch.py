@@ -80,8 +80,8 @@ class BlockEvent(_Fields, gc=False):
         except (ValueError, RecursionError):
             return "", 0
         salt = ""
-        for number, each in enumerate(keys):
-            rest = each[1:] if each and each[0] == adapter else each or []
+        for number, key in enumerate(keys):
+            rest = key[1:] if key and key[0] == adapter else key or []
             if number == 0 and self.parent_block_hash is None and len(rest) == 1 and isinstance(rest[0], str):
                 salt = rest[0]
             elif rest:
@@ -101,7 +101,7 @@ _KEYS = msgspec.msgpack.Decoder(list[list[Any] | None] | None)
 """Decodes the extra keys of blocks of an adapter."""
 
 
-class Batch(msgspec.Struct, gc=False):
+class KvEventBatch(msgspec.Struct, gc=False):
     """One message: the time at which the engine made it, in seconds since 1970, its events, and what it gives as its
     data-parallel rank."""
 
@@ -192,7 +192,7 @@ def _salt(keys: bytes) -> tuple[str, int]:
     return (keys[start : start + length].decode(errors="replace"), start + length) if length else ("", 0)
 
 
-def read_batch(payload: bytes) -> Batch:
+def read_batch(payload: bytes) -> KvEventBatch:
     """Decode one message: `[ts, events, dp_rank]` or a map of these; each event is a map with `type` or an array. An
     event of another form is left out and counted.
 
@@ -208,18 +208,18 @@ def read_batch(payload: bytes) -> Batch:
     return batch
 
 
-def _decoded(payload: bytes) -> Batch:
+def _decoded(payload: bytes) -> KvEventBatch:
     as_map = payload[:1] and payload[0] in _MAP_MARKS
     try:
         message = _WHOLE[bool(as_map)].decode(payload)
-        return Batch(message.ts, message.events, message.data_parallel_rank)
+        return KvEventBatch(message.ts, message.events, message.data_parallel_rank)
     except (ValueError, RecursionError):  # invalid UTF-8 is a ValueError too
         pass
     try:
         by_event = _BY_EVENT[bool(as_map)].decode(payload)
     except (ValueError, RecursionError) as error:
         raise BatchError(f"a message is not a valid batch of KV events ({error})") from None
-    batch = Batch(by_event.ts, [], by_event.data_parallel_rank)
+    batch = KvEventBatch(by_event.ts, [], by_event.data_parallel_rank)
     for raw in by_event.events:
         try:
             batch.events.append(_event_of(raw))

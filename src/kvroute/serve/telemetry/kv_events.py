@@ -213,7 +213,7 @@ class KvEvents:
         self.now = now
         self.replay_s = replay_s
         self.count, self.on_rank = count, on_rank
-        self._endpoints = {name: each for name, each in endpoints.items() if each.kv_events}
+        self._endpoints = {name: endpoint for name, endpoint in endpoints.items() if endpoint.kv_events}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._links: dict[str, _Link] = {}
 
@@ -239,7 +239,7 @@ class KvEvents:
         Raises:
             InputError: an endpoint that ZMQ cannot connect to; the others are followed.
         """
-        wanted = {name: each for name, each in endpoints.items() if each.kv_events}
+        wanted = {name: endpoint for name, endpoint in endpoints.items() if endpoint.kv_events}
         for name in [name for name in self._links if wanted.get(name) != self._endpoints[name]]:
             self._links.pop(name).close()
         self._endpoints = wanted

@@ -56,7 +56,9 @@ def read_push(body: bytes, cluster: Cluster, at: float) -> list[Event]:
     if push.per_link is not None:
         links = {link.name: number for number, link in enumerate(cluster.links)}
         events.append(LinksMeasured(at, _row(push.per_link, links, "per_link")))
-    events += [_transfer(each, cluster, at, f"transfers[{number}]") for number, each in enumerate(push.transfers)]
+    events += [
+        _transfer(transfer, cluster, at, f"transfers[{number}]") for number, transfer in enumerate(push.transfers)
+    ]
     if not events:
         raise InputError("the object is empty", where="push", hint="send per_tier, per_link or transfers")
     return events

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from kvroute.http.client.callbacks import weakly
-from kvroute.http.client.poller import Poller, PollResult, PollSettings
+from kvroute.http.client.poller import Poller, PollResult, PollSpec
 from kvroute.http.client.pool import UpstreamPool
 from kvroute.http.slices import Slices
 from kvroute.serve.engines.servers import Servers
@@ -101,7 +101,7 @@ class Scraper:
         pool_of: Callable[[str], UpstreamPool | None],
         emit: Callable[[Event], None],
         now: Callable[[], float],
-        settings: PollSettings,
+        settings: PollSpec,
         *,
         on_restart: Callable[[str, float | None], bool] | None = None,
         on_links: Callable[[str, Sequence[TcpSample]], None] | None = None,

@@ -67,27 +67,27 @@ class PathTelemetry:
         """Store the samples of an engine's page; the page of an engine outside these datacenters is ignored."""
         site = self._site_of.get(source)
         if site is not None:
-            crossing = tuple(each for each in seen if self._datacenter.get(each.target, site) != site)
+            crossing = tuple(sample for sample in seen if self._datacenter.get(sample.target, site) != site)
             self._pages[source] = _Page(now, crossing)
 
     def sample(self, site: str, now: float) -> PathSample | None:
         """Return the state of the path from a site; None if nothing was sent or ready to be sent."""
         pairs = [
-            (source, each)
+            (source, sample)
             for source, page in self._pages.items()
             if self._site_of[source] == site and now - page.at <= self._fresh_s
-            for each in page.seen
+            for sample in page.seen
         ]
         if not pairs:
             return None
-        seen = [each for _, each in pairs]
-        arrived = sum(each.arrived_bytes for each in seen)
-        again = sum(each.again_share * each.arrived_bytes for each in seen)
-        stuck = [each for each in seen if each.stalled_s >= self._stalled_s]
+        seen = [sample for _, sample in pairs]
+        arrived = sum(sample.arrived_bytes for sample in seen)
+        again = sum(sample.again_share * sample.arrived_bytes for sample in seen)
+        stuck = [sample for sample in seen if sample.stalled_s >= self._stalled_s]
         return PathSample(
-            bytes_per_s=sum(each.bytes_per_s for each in seen),
-            again_share=again / arrived if arrived else max(each.again_share for each in seen),
-            queue_delay_s=max(each.queue_delay_s for each in seen),
+            bytes_per_s=sum(sample.bytes_per_s for sample in seen),
+            again_share=again / arrived if arrived else max(sample.again_share for sample in seen),
+            queue_delay_s=max(sample.queue_delay_s for sample in seen),
             others=self._others(site, pairs),
             stalled=bool(stuck) and arrived == 0.0,
         )
@@ -95,12 +95,12 @@ class PathTelemetry:
     def _others(self, site: str, pairs: Sequence[tuple[str, TcpSample]]) -> float | None:
         """Return the share of the expected throughput that own transfers do not reach. At most as many lone
         transfers are expected as there are waiting senders, or receivers: transfers of one instance share its NIC."""
-        bytes_per_s = sum(each.bytes_per_s for _, each in pairs)
+        bytes_per_s = sum(sample.bytes_per_s for _, sample in pairs)
         if bytes_per_s == 0.0:
             return None
-        waited = [(source, each) for source, each in pairs if each.backlogged]
-        if not waited or 2 * sum(each.congested for _, each in waited) < len(waited):
+        waited = [(source, sample) for source, sample in pairs if sample.backlogged]
+        if not waited or 2 * sum(sample.congested for _, sample in waited) < len(waited):
             return 0.0
-        lone = min(len({source for source, _ in waited}), len({each.target for _, each in waited}))
+        lone = min(len({source for source, _ in waited}), len({sample.target for _, sample in waited}))
         due = min(self._capacity[site], lone * self._lone_bytes_per_s)
         return min(max(1.0 - bytes_per_s / due, 0.0), OTHERS_MAX)

@@ -132,7 +132,9 @@ class WanPaths:
     def others(self, now: float) -> float | None:
         """Return the largest share of a path that other traffic takes; None: unknown."""
         samples = [self.telemetry.sample(site, now) for site in self.availability]
-        return max((each.others for each in samples if each is not None and each.others is not None), default=None)
+        return max(
+            (sample.others for sample in samples if sample is not None and sample.others is not None), default=None
+        )
 
     def _update_stall(self, site: str, now: float) -> None:
         """Hold a stalled path before requests time out; release it once data moves or none is waiting."""

@@ -21,7 +21,7 @@ from kvroute.serve.observe.view import (
     Snapshot,
     Split,
     Tile,
-    Transfer,
+    TransferView,
     WanLoad,
 )
 
@@ -117,7 +117,7 @@ def _tile(tiles: Sequence[Tile]) -> Tile:
     )
 
 
-def _transfers(ticks: Sequence[DashboardUpdate]) -> Iterable[Transfer]:
+def _transfers(ticks: Sequence[DashboardUpdate]) -> Iterable[TransferView]:
     """Yield the transfers of all workers with numbers that differ."""
     for place, tick in enumerate(ticks):
         for transfer in tick.transfers:

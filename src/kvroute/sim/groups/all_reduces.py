@@ -23,7 +23,7 @@ _FIRST_S = 1e-3
 """Groups start their first tensor within this time."""
 
 
-class Scheduler(Protocol):
+class AllReduceScheduler(Protocol):
     """Decides for every tensor of every group."""
 
     def start(self, at: float, group: int, nbytes: float) -> tuple[int, int]:
@@ -36,7 +36,7 @@ class Scheduler(Protocol):
         """Take the counters of all links."""
 
 
-class Replicas:
+class SchedulerReplicas:
     """Several schedulers that know each other's tensors only since their last synchronisation, instead of one."""
 
     def __init__(self, schedulers: Sequence[CollectiveScheduler], every: int) -> None:
@@ -75,7 +75,7 @@ class Replicas:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class TensorTraffic:
     """Tensors of the groups, and other traffic."""
 
     large_bytes: float = 8e6
@@ -110,14 +110,14 @@ class Reduced:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class PricedOption:
     """An option with its flows for one byte of the tensor."""
 
     option: Option
     flows: tuple[CollectiveFlow, ...]
 
     @classmethod
-    def of(cls, name: str, flows: Sequence[CollectiveFlow]) -> Way:
+    def of(cls, name: str, flows: Sequence[CollectiveFlow]) -> PricedOption:
         """Return the option that puts these flows on their links; sizes are for one byte of the tensor."""
         share: dict[int, float] = {}
         for flow in flows:
@@ -136,17 +136,17 @@ class AllReduceSimulation:
 
     def __init__(
         self,
-        ways: Sequence[Sequence[Way]],
+        priced_options: Sequence[Sequence[PricedOption]],
         idle_s: Sequence[float],
         capacity_bytes_per_s: FloatArray,
-        scheduler: Scheduler,
-        traffic: Traffic,
+        scheduler: AllReduceScheduler,
+        traffic: TensorTraffic,
         seed: int,
         shared: Sequence[int],
     ) -> None:
         """Args:
 
-        ways: options of each group with their flows.
+        priced_options: options of each group with their flows.
         idle_s: time of one byte by which each group's times are divided.
         capacity_bytes_per_s: by link.
         scheduler: has the same options.
@@ -154,9 +154,14 @@ class AllReduceSimulation:
         seed: of sizes, pauses and bursts, which do not depend on the scheduler's choices.
         shared: links that other traffic uses.
         """
-        self._ways, self._capacity, self._scheduler, self._traffic = ways, capacity_bytes_per_s, scheduler, traffic
+        self._priced_options, self._capacity, self._scheduler, self._traffic = (
+            priced_options,
+            capacity_bytes_per_s,
+            scheduler,
+            traffic,
+        )
         self._network = FlowNetwork(capacity_bytes_per_s)
-        self._draws = [np.random.default_rng([seed, group]) for group in range(len(ways))]
+        self._draws = [np.random.default_rng([seed, group]) for group in range(len(priced_options))]
         self._bursts = {link: np.random.default_rng([seed, 1_000 + link]) for link in shared}
         self._prefilling = [draw.random() < 0.3 for draw in self._draws]
         self._busy: dict[int, float] = {}
@@ -166,7 +171,7 @@ class AllReduceSimulation:
         self._flow_group: dict[int, int] = {}
         self._left: dict[int, int] = {}
         """Flows of the group's tensor that have not ended."""
-        self._current: dict[int, tuple[float, float, int, Way]] = {}
+        self._current: dict[int, tuple[float, float, int, PricedOption]] = {}
         """By group: start, bytes, ticket, way."""
         self._idle_s = idle_s
         self._flows = self._order = 0
@@ -234,10 +239,10 @@ class AllReduceSimulation:
     def _start(self, at: float, group: int) -> None:
         nbytes = self._traffic.large_bytes if self._prefilling[group] else self._traffic.small_bytes
         ticket, choice = self._scheduler.start(at, group, nbytes)
-        way = self._ways[group][choice]
-        self._current[group] = at, nbytes, ticket, way
-        self._left[group] = len(way.flows)
-        for flow in way.flows:
+        priced = self._priced_options[group][choice]
+        self._current[group] = at, nbytes, ticket, priced
+        self._left[group] = len(priced.flows)
+        for flow in priced.flows:
             self._flows += 1
             self._flow_group[self._flows] = group
             self._network.start(self._flows, flow.links, flow.nbytes * nbytes)
@@ -246,12 +251,12 @@ class AllReduceSimulation:
         self._left[group] -= 1
         if self._left[group]:
             return
-        began, nbytes, ticket, way = self._current.pop(group)
+        began, nbytes, ticket, priced = self._current.pop(group)
         self._scheduler.finish(ticket)
-        self._counted[way.option.links] += way.option.share * nbytes
+        self._counted[priced.option.links] += priced.option.share * nbytes
         self.reduced.seconds.append(at - began)
         self.reduced.slowdown.append((at - began) / (self._idle_s[group] * nbytes))
-        self.reduced.options.append(way.option.name)
+        self.reduced.options.append(priced.option.name)
         self.reduced.nbytes += nbytes
         traffic = self._traffic
         pause_s = traffic.large_pause_s if self._prefilling[group] else traffic.small_pause_s

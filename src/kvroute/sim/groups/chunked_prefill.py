@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvroute.sim.agenda import Agenda
-from kvroute.sim.groups.pipelines import Prompt
+from kvroute.sim.groups.pipelines import PipelinePrompt
 from kvroute.timing import PrefillTime, prefill_time, tokens_of_step_s
 from kvroute.topology import Cluster
 from kvroute.types import InputError
@@ -17,7 +17,7 @@ from kvroute.types import InputError
 class _Waiting:
     """A prompt in the queue, perhaps partly computed."""
 
-    prompt: Prompt
+    prompt: PipelinePrompt
     computed: int = 0
     """Tokens computed so far, cached ones not included."""
     begun: bool = False
@@ -45,7 +45,7 @@ class ChunkedPrefill:
     prompts_max: int
     """Most prompts of a step (vLLM's `max_num_seqs`)."""
     _queue: deque[_Waiting] = field(default_factory=deque)
-    _arriving: deque[Prompt] = field(default_factory=deque)
+    _arriving: deque[PipelinePrompt] = field(default_factory=deque)
     """Prompts in the time before they can be scheduled; it is equal for all of them."""
     _parts: list[tuple[_Waiting, int]] = field(default_factory=list)
     """Prompts of the step in progress, each with its tokens; empty: idle."""
@@ -59,7 +59,7 @@ class ChunkedPrefill:
         """Return the number of steps of a prompt alone."""
         return max(-(-tokens // self.step_tokens), 1)
 
-    def submit(self, prompt: Prompt) -> None:
+    def submit(self, prompt: PipelinePrompt) -> None:
         """Add a prompt now."""
         self._arriving.append(prompt)
         self.agenda.at(self.agenda.now + self.request_s, self._arrived)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvroute.sim.agenda import Agenda
-from kvroute.sim.groups.pipelines import Prompt
-from kvroute.sim.instances import DecodeInstance, Step
+from kvroute.sim.groups.pipelines import PipelinePrompt
+from kvroute.sim.instances import DecodeInstance, DecodeStep
 from kvroute.topology import Cluster
 from kvroute.types import InputError
 
@@ -43,7 +43,7 @@ def lock_step_groups(cluster: Cluster, *, all_reducing: Mapping[int, object], la
             what = f"{name} has all-reduces on shared links, which are not modelled in lock-step"
             raise InputError(what, where=where, hint="remove `all_reduce` from its instances")
         schedulers = [cluster.timing[cluster.instances[index].timing].scheduler for index in indices]
-        if any(each.step_tokens is not None or each.transfers != "at-once" for each in schedulers):
+        if any(scheduler.step_tokens is not None or scheduler.transfers != "at-once" for scheduler in schedulers):
             what = f"{name} has a timing with `scheduler`, which is not modelled in lock-step"
             raise InputError(what, where=where, hint="remove `scheduler` from its timing; see `lock_step_tokens`")
         if any(cluster.instances[index].pp > 1 for index in indices):
@@ -61,7 +61,7 @@ class DecodeRanks:
     instances: Mapping[int, DecodeInstance]
     """Those of the run that decode, by index."""
     agenda: Agenda
-    boundary: Callable[[int], tuple[Step, float | None]]
+    boundary: Callable[[int], tuple[DecodeStep, float | None]]
     """Processes an iteration boundary of an instance now; returns None as the second value if it is idle."""
     first_tokens: Callable[[tuple[int, ...], float, float], None]
     """Records (requests, time of their first token, duration of that iteration)."""
@@ -115,7 +115,7 @@ class DecodeRanks:
 class _Queued:
     """A prompt of one rank."""
 
-    prompt: Prompt
+    prompt: PipelinePrompt
     left: int
     """Tokens that are not computed yet."""
     begun: bool = False
@@ -160,7 +160,7 @@ class PrefillRanks:
         """Return idle ranks."""
         return cls(agenda, batch_tokens, [deque() for _ in range(ranks)])
 
-    def submit(self, rank: int, prompt: Prompt) -> None:
+    def submit(self, rank: int, prompt: PipelinePrompt) -> None:
         """Add a prompt now: to the iteration that begins now, if any or if all ranks were idle, otherwise to a later
         one."""
         self.queues[rank].append(_Queued(prompt, prompt.tokens))
@@ -230,6 +230,6 @@ class RankQueue:
     ranks: PrefillRanks
     rank: int
 
-    def submit(self, prompt: Prompt) -> None:
+    def submit(self, prompt: PipelinePrompt) -> None:
         """Add a prompt now."""
         self.ranks.submit(self.rank, prompt)

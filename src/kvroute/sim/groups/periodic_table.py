@@ -10,10 +10,10 @@ import numpy as np
 from kvroute.collectives.policy import LinkLoads, Option
 from kvroute.collectives.scheduler.derivation import (
     WINDOW_PERIODS,
+    AllReduceDemand,
     Cell,
-    Choice,
-    Demand,
     Period,
+    SchemeOption,
     derive,
     size_class,
 )
@@ -29,12 +29,12 @@ class PeriodicTable:
 
     def __init__(self, options: Sequence[Sequence[Option]], capacity_bytes_per_s: FloatArray, period_s: float) -> None:
         """Args: `options` of each group; capacities by link; time between two tables."""
-        self._choices = [[Choice(option) for option in choices] for choices in options]
+        self._choices = [[SchemeOption(option) for option in choices] for choices in options]
         self._period_s = period_s
         self._loads = LinkLoads(capacity_bytes_per_s)
         self._counted: FloatArray = np.zeros(len(capacity_bytes_per_s))
-        self._reduced: dict[Cell, Demand] = {}
-        self._periods: deque[tuple[dict[Cell, Demand], FloatArray]] = deque(maxlen=WINDOW_PERIODS)
+        self._reduced: dict[Cell, AllReduceDemand] = {}
+        self._periods: deque[tuple[dict[Cell, AllReduceDemand], FloatArray]] = deque(maxlen=WINDOW_PERIODS)
         """Demand and background of the last periods."""
         self._running: dict[int, tuple[Cell, Option, float]] = {}
         self._tickets = 0
@@ -55,8 +55,8 @@ class PeriodicTable:
         """Count a tensor that is reduced."""
         cell, option, nbytes = self._running.pop(ticket)
         self._loads.remove(option, nbytes)
-        before = self._reduced.get(cell, Demand(0.0, 0.0))
-        self._reduced[cell] = Demand(before.calls + 1, before.nbytes + nbytes)
+        before = self._reduced.get(cell, AllReduceDemand(0.0, 0.0))
+        self._reduced[cell] = AllReduceDemand(before.calls + 1, before.nbytes + nbytes)
 
     def measured(self, at: float, counted_bytes: FloatArray) -> None:
         """Take the counters of all links; derive a table at the end of a period."""
@@ -70,12 +70,12 @@ class PeriodicTable:
 
     def _derive(self) -> None:
         count = max(len(self._periods), 1)
-        demand: dict[Cell, Demand] = {}
+        demand: dict[Cell, AllReduceDemand] = {}
         background = np.zeros(len(self._counted))
         for reduced, other in self._periods:
             background += other / count
             for cell, one in reduced.items():
-                before = demand.get(cell, Demand(0.0, 0.0))
-                demand[cell] = Demand(before.calls + one.calls / count, before.nbytes + one.nbytes / count)
+                before = demand.get(cell, AllReduceDemand(0.0, 0.0))
+                demand[cell] = AllReduceDemand(before.calls + one.calls / count, before.nbytes + one.nbytes / count)
         period = Period(demand, self._loads.capacity_bytes_per_s, background, self._period_s, {})
         self._chosen = derive(self._choices, period, self._chosen)

@@ -13,7 +13,7 @@ from kvroute.sim.groups.iterations import Iterations
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prompt:
+class PipelinePrompt:
     """A prompt, or a request for a cached prefix, which computes no token."""
 
     number: int
@@ -31,10 +31,10 @@ class Prompt:
     """Tokens before those to compute."""
 
 
-class PromptQueue(Protocol):
+class PrefillQueue(Protocol):
     """Prefill event by event: the end of a prompt is not known when it is submitted."""
 
-    def submit(self, prompt: Prompt) -> None:
+    def submit(self, prompt: PipelinePrompt) -> None:
         """Add a prompt now."""
         ...
 
@@ -50,7 +50,7 @@ class PrefillPipeline:
     stages: Sequence[IterationTraffic]
     iterations: Iterations
     queueing: bool
-    _waiting: list[deque[Prompt]] = field(init=False)
+    _waiting: list[deque[PipelinePrompt]] = field(init=False)
     """[stage]: prompts that have not begun it."""
     _busy: list[bool] = field(init=False)
 
@@ -63,17 +63,17 @@ class PrefillPipeline:
         count = len(self.stages)
         return count * self.iterations.slices_of(self.stages[0], seconds / count)
 
-    def submit(self, prompt: Prompt) -> None:
+    def submit(self, prompt: PipelinePrompt) -> None:
         """Add a prompt now."""
         self._enter(prompt, 0)
 
-    def _enter(self, prompt: Prompt, stage: int) -> None:
+    def _enter(self, prompt: PipelinePrompt, stage: int) -> None:
         if self.queueing and self._busy[stage]:
             self._waiting[stage].append(prompt)
         else:
             self._begin(prompt, stage)
 
-    def _begin(self, prompt: Prompt, stage: int) -> None:
+    def _begin(self, prompt: PipelinePrompt, stage: int) -> None:
         self._busy[stage] = True
         count = len(self.stages)
         if stage == 0:
@@ -82,11 +82,11 @@ class PrefillPipeline:
         ended = partial(self._ended, prompt, stage)
         self.iterations.start("prefill", self.stages[stage], prompt.tokens, prompt.seconds / count, ended, slice_ended)
 
-    def _slice_ended(self, prompt: Prompt, stage: int, done: int) -> None:
+    def _slice_ended(self, prompt: PipelinePrompt, stage: int, done: int) -> None:
         assert prompt.progressed is not None
         prompt.progressed(prompt.number, stage / len(self.stages) + done / self.slices(prompt.seconds))
 
-    def _ended(self, prompt: Prompt, stage: int) -> None:
+    def _ended(self, prompt: PipelinePrompt, stage: int) -> None:
         self._busy[stage] = False
         if self._waiting[stage]:
             self._begin(self._waiting[stage].popleft(), stage)

@@ -19,7 +19,7 @@ _BURST = -1
 """Entry of the schedule: a burst starts or ends. Fluctuations and changes are numbered from 0."""
 
 
-class Capacity:
+class LinkCapacities:
     """Current capacity of every link. A burst takes its share of the capacity that remains after cuts."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Capacity:
         self._changes = tuple(sorted(changes, key=lambda change: change.at_s))
         self._fluctuations = tuple(fluctuations)
         self._draws = [random.Random(f"fluctuation {number} {seed}") for number in range(len(fluctuations))]
-        names = [each.link for each in self._fluctuations] + [each.link for each in self._changes]
+        names = [fluctuation.link for fluctuation in self._fluctuations] + [change.link for change in self._changes]
         self._links = [links_named(cluster, name) for name in names]
         self._schedule: list[tuple[float, int]] = []
         self._fill_schedule()

@@ -11,7 +11,7 @@ import numpy as np
 from kvroute.collectives import IterationTraffic
 from kvroute.flows import FlowNetwork, FlowSet
 from kvroute.flows.network import WEIGHT_MIN
-from kvroute.sim.network.capacity import Capacity
+from kvroute.sim.network.capacity import LinkCapacities
 from kvroute.sim.settings import WanTransport
 from kvroute.topology import Cluster
 from kvroute.topology.ecmp import EcmpPaths
@@ -50,16 +50,16 @@ class Transfer:
         return self.kind in ("copy", "ahead")
 
 
-class Moved(msgspec.Struct, frozen=True, kw_only=True):
+class MovedBytes(msgspec.Struct, frozen=True, kw_only=True):
     """Totals of a group of transfers: `kv_bytes` is their payload, `network_bytes` the sum over all hops."""
 
     transfers: int = 0
     kv_bytes: float = 0.0
     network_bytes: float = 0.0
 
-    def plus(self, kv_bytes: float, network_bytes: float) -> Moved:
+    def plus(self, kv_bytes: float, network_bytes: float) -> MovedBytes:
         """Return these totals with one more transfer."""
-        return Moved(
+        return MovedBytes(
             transfers=self.transfers + 1,
             kv_bytes=self.kv_bytes + kv_bytes,
             network_bytes=self.network_bytes + network_bytes,
@@ -76,17 +76,17 @@ class Fabric:
     """
 
     cluster: Cluster
-    capacity: Capacity
+    capacity: LinkCapacities
     seed: int
     wan: WanTransport | None = None
     all_reduce_weight: float = 1.0
     """Weight of each flow of an all-reduce; a flow of a KV transfer has 1."""
     network: FlowNetwork = field(init=False)
-    failed: Moved = field(default_factory=Moved)
+    failed: MovedBytes = field(default_factory=MovedBytes)
     """Totals of the bytes sent by failed transfers."""
-    copied: Moved = field(default_factory=Moved)
+    copied: MovedBytes = field(default_factory=MovedBytes)
     """Totals of the copies of cached prefixes for requests, complete or given up."""
-    copied_ahead: Moved = field(default_factory=Moved)
+    copied_ahead: MovedBytes = field(default_factory=MovedBytes)
     """Totals of the copies that no request waited for."""
     tier_links: list[IntArray] = field(default_factory=list)
     reduced: list[int] = field(default_factory=list)

@@ -19,11 +19,11 @@ from kvroute.policies.storage.dualpath_kernels import (
 from kvroute.sim.storage import reads
 from kvroute.sim.storage.events import LANDED, push
 from kvroute.sim.storage.queues import put, take
-from kvroute.sim.storage.state import COMPUTED, CONSIDERED, NOTHING, Rules, State
+from kvroute.sim.storage.state import COMPUTED, CONSIDERED, NOTHING, RunConstants, StorageState
 
 
 @compiled_in_place
-def fetch(rules: Rules, state: State, group: int, now: float) -> None:
+def fetch(rules: RunConstants, state: StorageState, group: int, now: float) -> None:
     """Distribute requests over the decode groups, then place requests of this group on its engines."""
     engines, queue = state.engines, 1 + group
     while state.placing.head[0] != NOTHING:
@@ -50,7 +50,7 @@ def fetch(rules: Rules, state: State, group: int, now: float) -> None:
 
 
 @compiled_in_place
-def _first_fits(state: State, queue: int, first: int, last: int) -> bool:
+def _first_fits(state: StorageState, queue: int, first: int, last: int) -> bool:
     """Return whether an engine has memory for the first request of a queue."""
     length = _length(state, state.placing.head[queue])
     for engine in range(first, last):  # noqa: SIM110 (kernels have no generators)
@@ -60,13 +60,13 @@ def _first_fits(state: State, queue: int, first: int, last: int) -> bool:
 
 
 @compiled_in_place
-def _length(state: State, agent: int) -> float:
+def _length(state: StorageState, agent: int) -> float:
     """Return the tokens of a request at its end, for which KV memory is reserved."""
     return float(state.turns.prompt[agent] + state.turns.generated[state.turns.turn[agent]])
 
 
 @compiled_in_place
-def _limit(state: State, queue: int, first: int, last: int) -> float:
+def _limit(state: StorageState, queue: int, first: int, last: int) -> float:
     """Return the token count above which an engine counts as loaded."""
     lengths = state.engines.lengths
     free, assigned = 0.0, 0.0
@@ -84,7 +84,7 @@ def _limit(state: State, queue: int, first: int, last: int) -> float:
 
 
 @compiled_in_place
-def assign(state: State, agent: int, engine: int) -> None:
+def assign(state: StorageState, agent: int, engine: int) -> None:
     """Give a request a decode engine."""
     state.turns.decode_engine[agent] = engine
     state.engines.decode_tokens[engine] += _length(state, agent)
@@ -92,7 +92,7 @@ def assign(state: State, agent: int, engine: int) -> None:
 
 
 @compiled_in_place
-def hold(rules: Rules, state: State, agent: int, now: float) -> None:
+def hold(rules: RunConstants, state: StorageState, agent: int, now: float) -> None:
     """Continue with a request whose prompt is complete: copy its KV to the GPU, or wait for memory or a free slot."""
     reads.end_phase(state, agent, COMPUTED, now)
     engine = state.turns.decode_engine[agent]
@@ -104,7 +104,7 @@ def hold(rules: Rules, state: State, agent: int, now: float) -> None:
 
 
 @compiled_in_place
-def _admits(rules: Rules, state: State, agent: int, engine: int) -> bool:
+def _admits(rules: RunConstants, state: StorageState, agent: int, engine: int) -> bool:
     """Return whether the engine has a free slot, and memory if that is not reserved yet."""
     if state.engines.slots[engine] >= rules.sequences_max:
         return False
@@ -112,7 +112,7 @@ def _admits(rules: Rules, state: State, agent: int, engine: int) -> bool:
 
 
 @compiled_in_place
-def _copy(rules: Rules, state: State, agent: int, engine: int, now: float) -> None:
+def _copy(rules: RunConstants, state: StorageState, agent: int, engine: int, now: float) -> None:
     """Copy the KV of a prompt from the node's buffer to the GPU. Without layer-wise prefill it first crosses the
     compute network as a whole."""
     engines = state.engines
@@ -129,7 +129,7 @@ def _copy(rules: Rules, state: State, agent: int, engine: int, now: float) -> No
 
 
 @compiled_in_place
-def join(rules: Rules, state: State, agent: int, now: float) -> None:
+def join(rules: RunConstants, state: StorageState, agent: int, now: float) -> None:
     """Add a sequence whose KV is on the GPU to the batch; its buffer is free."""
     engine = state.turns.decode_engine[agent]
     reads.release(rules, state, rules.prefill_nodes + engine // rules.gpus, state.turns.prompt[agent], now)
@@ -148,13 +148,13 @@ def join(rules: Rules, state: State, agent: int, now: float) -> None:
 
 
 @compiled_in_place
-def step_s(rules: Rules, batch: int) -> float:
+def step_s(rules: RunConstants, batch: int) -> float:
     """Return the time of a decode step, in seconds."""
     return rules.step_s + rules.sequence_s * batch
 
 
 @compiled_in_place
-def next_end(state: State) -> tuple[float, int]:
+def next_end(state: StorageState) -> tuple[float, int]:
     """Return when the next sequence of any engine ends, and the engine; infinite if no engine has a sequence."""
     tree, place = state.decode.tree, 1
     leaves = len(tree) // 2
@@ -164,7 +164,7 @@ def next_end(state: State) -> tuple[float, int]:
 
 
 @compiled_in_place
-def finish(rules: Rules, state: State, engine: int, now: float) -> int:
+def finish(rules: RunConstants, state: StorageState, engine: int, now: float) -> int:
     """Remove the first sequence of an engine that ends and return its agent; waiting requests take its place."""
     decode, engines = state.decode, state.engines
     _advance(rules, state, engine, now)
@@ -202,7 +202,7 @@ def _remove_first(finish: np.ndarray, agents: np.ndarray, count: int) -> None:
 
 
 @compiled_in_place
-def _advance(rules: Rules, state: State, engine: int, now: float) -> None:
+def _advance(rules: RunConstants, state: StorageState, engine: int, now: float) -> None:
     """Bring the progress of an engine to the present."""
     decode = state.decode
     if decode.batch[engine]:
@@ -211,7 +211,7 @@ def _advance(rules: Rules, state: State, engine: int, now: float) -> None:
 
 
 @compiled_in_place
-def _update(rules: Rules, state: State, engine: int) -> None:
+def _update(rules: RunConstants, state: StorageState, engine: int) -> None:
     """Enter the next end of an engine into the tree."""
     decode = state.decode
     end = np.inf

@@ -11,7 +11,7 @@ ARRIVAL, READ, FORWARD, LANDED, FETCH_PREFILL, FETCH_DECODE = range(6)
 """A turn arrives; a storage read, a forward pass or the copy to a decode GPU ends; an engine group asks for work."""
 
 
-class Agenda(NamedTuple):
+class PendingEvents(NamedTuple):
     """Pending events, [capacity] each."""
 
     time: FloatArray
@@ -24,7 +24,7 @@ class Agenda(NamedTuple):
 
 
 @compiled_in_place
-def push(agenda: Agenda, time: float, kind: int, item: int) -> None:
+def push(agenda: PendingEvents, time: float, kind: int, item: int) -> None:
     """Add an event."""
     place, order = agenda.counts[0], agenda.counts[1]
     agenda.counts[0] += 1
@@ -39,7 +39,7 @@ def push(agenda: Agenda, time: float, kind: int, item: int) -> None:
 
 
 @compiled_in_place
-def pop(agenda: Agenda) -> tuple[float, int, int]:
+def pop(agenda: PendingEvents) -> tuple[float, int, int]:
     """Remove the first event and return its time, kind and item. There must be one."""
     first = agenda.time[0], agenda.kind[0], agenda.item[0]
     agenda.counts[0] -= 1
@@ -61,13 +61,13 @@ def pop(agenda: Agenda) -> tuple[float, int, int]:
 
 
 @compiled_in_place
-def _before(agenda: Agenda, place: int, time: float, order: int) -> bool:
+def _before(agenda: PendingEvents, place: int, time: float, order: int) -> bool:
     """Return whether the event at `place` comes before the given time and order."""
     return bool(agenda.time[place] < time or (agenda.time[place] == time and agenda.order[place] < order))
 
 
 @compiled_in_place
-def _move(agenda: Agenda, source: int, target: int) -> None:
+def _move(agenda: PendingEvents, source: int, target: int) -> None:
     agenda.time[target] = agenda.time[source]
     agenda.order[target] = agenda.order[source]
     agenda.kind[target] = agenda.kind[source]

@@ -15,11 +15,11 @@ from kvroute.sim.storage.events import (
     push,
 )
 from kvroute.sim.storage.queues import put
-from kvroute.sim.storage.state import DECODED, NOTHING, Rules, State
+from kvroute.sim.storage.state import DECODED, NOTHING, RunConstants, StorageState
 
 
 @compiled_in_place
-def run_events(rules: Rules, state: State) -> None:
+def run_events(rules: RunConstants, state: StorageState) -> None:
     """Handle all events until every agent has ended, or until the end of the run."""
     agenda, measured = state.agenda, state.measured
     while measured.counts[1] < len(measured.agent_end_s):
@@ -38,7 +38,7 @@ def run_events(rules: Rules, state: State) -> None:
 
 
 @compiled_in_place
-def _handle(rules: Rules, state: State, kind: int, item: int, now: float) -> None:
+def _handle(rules: RunConstants, state: StorageState, kind: int, item: int, now: float) -> None:
     """Handle an event of an agent or a group."""
     if kind == ARRIVAL:
         _arrive(rules, state, item, now)
@@ -59,7 +59,7 @@ def _handle(rules: Rules, state: State, kind: int, item: int, now: float) -> Non
 
 
 @compiled_in_place
-def _arrive(rules: Rules, state: State, agent: int, now: float) -> None:
+def _arrive(rules: RunConstants, state: StorageState, agent: int, now: float) -> None:
     """Begin the present turn of an agent."""
     turns, engines = state.turns, state.engines
     context = turns.contexts[turns.turn[agent]]
@@ -82,7 +82,7 @@ def _arrive(rules: Rules, state: State, agent: int, now: float) -> None:
 
 
 @compiled_in_place
-def _end_forward(rules: Rules, state: State, group: int, now: float) -> None:
+def _end_forward(rules: RunConstants, state: StorageState, group: int, now: float) -> None:
     """End a forward pass: its complete prompts go to decode engines, and the group computes the next batch."""
     turns, measured = state.turns, state.measured
     agent = prefill.finish(rules, state, group)
@@ -96,7 +96,7 @@ def _end_forward(rules: Rules, state: State, group: int, now: float) -> None:
 
 
 @compiled_in_place
-def _end_turn(rules: Rules, state: State, agent: int, now: float) -> None:
+def _end_turn(rules: RunConstants, state: StorageState, agent: int, now: float) -> None:
     """Record a turn and begin the agent's next one."""
     turns, measured = state.turns, state.measured
     reads.end_phase(state, agent, DECODED, now)
@@ -121,7 +121,7 @@ def _end_turn(rules: Rules, state: State, agent: int, now: float) -> None:
 
 
 @compiled_in_place
-def _write_back(rules: Rules, state: State, agent: int, generated: int) -> None:
+def _write_back(rules: RunConstants, state: StorageState, agent: int, generated: int) -> None:
     """Count the whole blocks that the decode node has written to storage during the turn."""
     turns = state.turns
     total = turns.prompt[agent] + generated

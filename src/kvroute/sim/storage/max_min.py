@@ -27,7 +27,7 @@ from kvroute.policies.storage.dualpath_kernels import (
     token_limit,
 )
 from kvroute.sim.storage.max_min_batch import DecodeBatch
-from kvroute.sim.storage.max_min_events import Action, Copy, Events
+from kvroute.sim.storage.max_min_events import Action, Copy, TimedActions
 from kvroute.sim.storage.setup import rules_of
 from kvroute.sim.storage.spec import AgentRun
 
@@ -82,7 +82,7 @@ class _MaxMin:
         self.prefills, self.decodes = cluster.prefill_nodes * cluster.gpus, cluster.decode_nodes * cluster.gpus
         nodes, engines = cluster.nodes, self.prefills + self.decodes
         storage = [cluster.storage_bytes_per_s] * nodes
-        self.events = Events(np.array(storage + [cluster.compute_bytes_per_s] * 2 * engines))
+        self.events = TimedActions(np.array(storage + [cluster.compute_bytes_per_s] * 2 * engines))
         self.cursor = [0, 0, 0]
         self.waiting, self.unplaced = deque[_Request](), deque[_Request]()
         self.ready = [deque[_Request]() for _ in range(self.prefills)]

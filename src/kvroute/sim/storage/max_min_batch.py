@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
 
-from kvroute.sim.storage.max_min_events import Events
+from kvroute.sim.storage.max_min_events import TimedActions
 
 Sequence = TypeVar("Sequence")
 
@@ -14,7 +14,7 @@ Sequence = TypeVar("Sequence")
 class DecodeBatch(Generic[Sequence]):
     """Sequences with the tokens that each has left."""
 
-    def __init__(self, events: Events, step_s: Callable[[int], float], ended: Callable[[Sequence], None]) -> None:
+    def __init__(self, events: TimedActions, step_s: Callable[[int], float], ended: Callable[[Sequence], None]) -> None:
         """`step_s` returns the time of a step by the size of the batch; `ended` receives each sequence at its end."""
         self._events, self._step_s, self._ended = events, step_s, ended
         self._left: dict[Sequence, float] = {}

@@ -13,7 +13,7 @@ Copy = tuple[Sequence[int], float]
 """Links, and bytes."""
 
 
-class Events:
+class TimedActions:
     """Actions at their times, in the order of their insertion if times are equal; copies end when their flows do."""
 
     def __init__(self, link_bytes_per_s: FloatArray) -> None:

@@ -13,11 +13,11 @@ from kvroute.policies.storage.dualpath_kernels import (
 from kvroute.sim.storage import reads
 from kvroute.sim.storage.events import FORWARD, push
 from kvroute.sim.storage.queues import put, take
-from kvroute.sim.storage.state import NOTHING, Rules, State, Turns
+from kvroute.sim.storage.state import NOTHING, AgentTurns, RunConstants, StorageState
 
 
 @compiled_in_place
-def fetch(rules: Rules, state: State, group: int, now: float) -> None:
+def fetch(rules: RunConstants, state: StorageState, group: int, now: float) -> None:
     """Give requests without a prefill engine to engines of the group, until all of these are overloaded."""
     first, engines = group * rules.prefill_group, state.engines
     while state.waiting.head[0] != NOTHING:
@@ -39,14 +39,14 @@ def fetch(rules: Rules, state: State, group: int, now: float) -> None:
 
 
 @compiled_in_place
-def assign(state: State, agent: int, engine: int) -> None:
+def assign(state: StorageState, agent: int, engine: int) -> None:
     """Give a request a prefill engine."""
     state.turns.prefill_engine[agent] = engine
     state.engines.prefill_tokens[engine] += state.turns.prompt[agent]
 
 
 @compiled_in_place
-def ready(rules: Rules, state: State, agent: int, now: float) -> None:
+def ready(rules: RunConstants, state: StorageState, agent: int, now: float) -> None:
     """Queue a request whose cached KV has been read; an idle group begins to compute."""
     engine = state.turns.prefill_engine[agent]
     put(state.waiting, 1 + engine, agent)
@@ -56,7 +56,7 @@ def ready(rules: Rules, state: State, agent: int, now: float) -> None:
 
 
 @compiled_in_place
-def start(rules: Rules, state: State, group: int, now: float) -> None:
+def start(rules: RunConstants, state: StorageState, group: int, now: float) -> None:
     """Start a forward pass of a group, if it has requests.
 
     It takes the maximum attention time and the mean time of the other layers, because the group's GPUs wait for each
@@ -80,7 +80,7 @@ def start(rules: Rules, state: State, group: int, now: float) -> None:
 
 
 @compiled_in_place
-def _measure(rules: Rules, state: State, most_s: float, total_s: float) -> None:
+def _measure(rules: RunConstants, state: StorageState, most_s: float, total_s: float) -> None:
     """Count the balance of attention times, but not in the tail of the run."""
     measured = state.measured
     if 2 * measured.counts[1] < len(measured.agent_end_s):
@@ -92,7 +92,7 @@ def _measure(rules: Rules, state: State, most_s: float, total_s: float) -> None:
 
 
 @compiled_in_place
-def _fill(rules: Rules, state: State, engine: int) -> tuple[int, float, float]:
+def _fill(rules: RunConstants, state: StorageState, engine: int) -> tuple[int, float, float]:
     """Fill an engine's batch from the head of its queue, within quota, token limit and memory; the last request may be
     computed in part. Return the tokens to compute, their attention time and the bytes that the compute NIC copies."""
     turns = state.turns
@@ -119,7 +119,7 @@ def _fill(rules: Rules, state: State, engine: int) -> tuple[int, float, float]:
 
 
 @compiled_in_place
-def _copied_tokens(rules: Rules, turns: Turns, agent: int, new: int) -> float:
+def _copied_tokens(rules: RunConstants, turns: AgentTurns, agent: int, new: int) -> float:
     """Return the tokens whose KV passes the prefill GPU's compute NIC in the busier direction of this pass.
 
     From the NIC to the GPU: all cached tokens. Towards the NIC: what the own node has read, to the GPU and in the first
@@ -132,7 +132,7 @@ def _copied_tokens(rules: Rules, turns: Turns, agent: int, new: int) -> float:
 
 
 @compiled_in_place
-def finish(rules: Rules, state: State, group: int) -> int:
+def finish(rules: RunConstants, state: StorageState, group: int) -> int:
     """Take the next request whose prompt is complete out of the group's batch; NOTHING if no further one is complete.
 
     Requests that were computed in part stay at the head of their queues.

@@ -15,13 +15,13 @@ from kvroute.sim.storage.state import (
     FETCHED,
     NOTHING,
     SCHEDULED,
-    Rules,
-    State,
+    RunConstants,
+    StorageState,
 )
 
 
 @compiled_in_place
-def begin(rules: Rules, state: State, agent: int, now: float) -> None:
+def begin(rules: RunConstants, state: StorageState, agent: int, now: float) -> None:
     """Continue with a request whose engines are chosen: choose the side that reads, and wait for its buffers."""
     turns, nodes = state.turns, state.nodes
     end_phase(state, agent, SCHEDULED, now)
@@ -40,13 +40,13 @@ def begin(rules: Rules, state: State, agent: int, now: float) -> None:
 
 
 @compiled_in_place
-def _nodes_of(rules: Rules, state: State, agent: int) -> tuple[int, int]:
+def _nodes_of(rules: RunConstants, state: StorageState, agent: int) -> tuple[int, int]:
     prefill_node = state.turns.prefill_engine[agent] // rules.gpus
     return prefill_node, rules.prefill_nodes + state.turns.decode_engine[agent] // rules.gpus
 
 
 @compiled_in_place
-def _prefill_share(rules: Rules, state: State, agent: int, prefill_node: int, decode_node: int) -> int:
+def _prefill_share(rules: RunConstants, state: StorageState, agent: int, prefill_node: int, decode_node: int) -> int:
     """Return the tokens that the prefill node reads."""
     queued, token_s = state.nodes.queued_tokens, rules.kv_bytes / rules.storage_bytes_per_s
     state.engines.cursor[2] += 1
@@ -63,7 +63,7 @@ def _prefill_share(rules: Rules, state: State, agent: int, prefill_node: int, de
 
 
 @compiled_in_place
-def _reserve(rules: Rules, state: State, node: int, tokens: int) -> bool:
+def _reserve(rules: RunConstants, state: StorageState, node: int, tokens: int) -> bool:
     """Take memory of a node's buffer if there is enough."""
     nbytes = tokens * rules.kv_bytes
     if state.nodes.buffer_free[node] < nbytes:
@@ -73,7 +73,7 @@ def _reserve(rules: Rules, state: State, node: int, tokens: int) -> bool:
 
 
 @compiled_in_place
-def _begin_prefill_side(rules: Rules, state: State, agent: int, now: float) -> None:
+def _begin_prefill_side(rules: RunConstants, state: StorageState, agent: int, now: float) -> None:
     """Reserve the prefill buffer of a request that has its decode buffer, or wait for it."""
     node = state.turns.prefill_engine[agent] // rules.gpus
     tokens = state.turns.prefill_tokens[agent]
@@ -84,7 +84,7 @@ def _begin_prefill_side(rules: Rules, state: State, agent: int, now: float) -> N
 
 
 @compiled_in_place
-def release(rules: Rules, state: State, node: int, tokens: int, now: float) -> None:
+def release(rules: RunConstants, state: StorageState, node: int, tokens: int, now: float) -> None:
     """Free memory of a node's buffer and continue with the requests that wait for it and now fit."""
     if rules.reads == NO_READS:
         return
@@ -103,7 +103,7 @@ def release(rules: Rules, state: State, node: int, tokens: int, now: float) -> N
 
 
 @compiled_in_place
-def _read(rules: Rules, state: State, agent: int, now: float) -> None:
+def _read(rules: RunConstants, state: StorageState, agent: int, now: float) -> None:
     """Queue the reads of a request that has its buffers."""
     end_phase(state, agent, ALLOCATED, now)
     turns = state.turns
@@ -118,7 +118,7 @@ def _read(rules: Rules, state: State, agent: int, now: float) -> None:
 
 
 @compiled_in_place
-def _nic_read(rules: Rules, state: State, node: int, nbytes: float, now: float) -> float:
+def _nic_read(rules: RunConstants, state: StorageState, node: int, nbytes: float, now: float) -> float:
     """Add a read to a node's storage NIC and return its end."""
     nodes = state.nodes
     start = max(now, nodes.read_free_s[node])
@@ -138,7 +138,7 @@ def _nic_read(rules: Rules, state: State, node: int, nbytes: float, now: float) 
 
 
 @compiled_in_place
-def finish(rules: Rules, state: State, agent: int, now: float) -> bool:
+def finish(rules: RunConstants, state: StorageState, agent: int, now: float) -> bool:
     """Handle the end of a read; return whether the request can be computed now.
 
     The length of a storage queue counts until the whole request is read.
@@ -156,7 +156,7 @@ def finish(rules: Rules, state: State, agent: int, now: float) -> bool:
 
 
 @compiled_in_place
-def end_phase(state: State, agent: int, phase: int, now: float) -> None:
+def end_phase(state: StorageState, agent: int, phase: int, now: float) -> None:
     """Add the time of the phase that ends to the total of the run."""
     state.measured.phase_s[phase] += now - state.turns.since[agent]
     state.turns.since[agent] = now

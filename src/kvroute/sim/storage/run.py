@@ -13,7 +13,7 @@ import numpy as np
 from kvroute.sim.storage.loop import run_events
 from kvroute.sim.storage.setup import rules_of, state_of
 from kvroute.sim.storage.spec import AgentRun
-from kvroute.sim.storage.state import State
+from kvroute.sim.storage.state import StorageState
 from kvroute.types import FloatArray
 
 
@@ -75,7 +75,7 @@ def run_agents(run: AgentRun) -> StorageResult:
     return _result(run, state)
 
 
-def _result(run: AgentRun, state: State) -> StorageResult:
+def _result(run: AgentRun, state: StorageState) -> StorageResult:
     measured = state.measured
     turns = int(measured.counts[0])
     second = measured.tpot_s[:turns] > 0

@@ -7,29 +7,29 @@ import math
 import numpy as np
 
 from kvroute.policies.storage.dualpath_kernels import READS
-from kvroute.sim.storage.events import ARRIVAL, FETCH_DECODE, FETCH_PREFILL, Agenda, push
+from kvroute.sim.storage.events import ARRIVAL, FETCH_DECODE, FETCH_PREFILL, PendingEvents, push
 from kvroute.sim.storage.spec import AgentRun
 from kvroute.sim.storage.state import (
     CONSIDERED,
     NOTHING,
     WINDOWS,
-    Decode,
-    Engines,
-    Measured,
+    AgentTurns,
+    DecodeBatches,
+    EngineArrays,
     Nodes,
     Queues,
-    Rules,
-    State,
-    Turns,
+    RunConstants,
+    StorageMeasurements,
+    StorageState,
 )
 
 
-def rules_of(run: AgentRun) -> Rules:
+def rules_of(run: AgentRun) -> RunConstants:
     """Return the constants of a run. alpha and beta are converted to tokens of a mean turn."""
     cluster, model, policy = run.cluster, run.model, run.policy
     prompt, new = _mean_turn(run)
     turn_s = max(model.prefill_s(int(prompt - new), max(int(new), 1)), 1e-9)
-    return Rules(
+    return RunConstants(
         gpus=cluster.gpus,
         prefill_nodes=cluster.prefill_nodes,
         prefill_group=cluster.prefill_group,
@@ -66,18 +66,18 @@ def _mean_turn(run: AgentRun) -> tuple[float, float]:
     return float(prompt.mean()), float((prompt - cached + cached % run.model.block_tokens).mean())
 
 
-def state_of(run: AgentRun) -> State:
+def state_of(run: AgentRun) -> StorageState:
     """Return the state before the first event."""
     cluster, agents = run.cluster, len(run.trajectory)
     prefill, decode = cluster.prefill_nodes * cluster.gpus, cluster.decode_nodes * cluster.gpus
     prefill_groups, decode_groups = prefill // cluster.prefill_group, decode // cluster.decode_group
-    state = State(
+    state = StorageState(
         agenda=_agenda(4 * agents + 2 * (prefill_groups + decode_groups) + 16),
         waiting=_queues(1 + prefill, agents),
         placing=_queues(1 + decode_groups + decode, agents),
         buffering=_queues(cluster.nodes, agents),
         turns=_turns(run),
-        engines=Engines(
+        engines=EngineArrays(
             prefill_tokens=np.zeros(prefill),
             prefill_node=np.arange(prefill) // cluster.gpus,
             batch=np.zeros(prefill, np.int64),
@@ -112,8 +112,8 @@ def state_of(run: AgentRun) -> State:
     return state
 
 
-def _agenda(capacity: int) -> Agenda:
-    return Agenda(
+def _agenda(capacity: int) -> PendingEvents:
+    return PendingEvents(
         time=np.zeros(capacity),
         order=np.zeros(capacity, np.int64),
         kind=np.zeros(capacity, np.int64),
@@ -126,10 +126,10 @@ def _queues(queues: int, agents: int) -> Queues:
     return Queues(*(np.full(size, NOTHING, np.int64) for size in (queues, queues, agents)))
 
 
-def _turns(run: AgentRun) -> Turns:
+def _turns(run: AgentRun) -> AgentTurns:
     start, agents = run.trajectories.start, len(run.trajectory)
     hit, prompt, cached, step, prefill, decode, tokens, reads = np.zeros((8, agents), np.int64)
-    return Turns(
+    return AgentTurns(
         prompts=run.trajectories.prompt,
         contexts=run.trajectories.cached,
         generated=run.trajectories.generated,
@@ -149,9 +149,9 @@ def _turns(run: AgentRun) -> Turns:
     )
 
 
-def _decode(engines: int, sequences_max: int) -> Decode:
+def _decode(engines: int, sequences_max: int) -> DecodeBatches:
     leaves = 1 << max(engines - 1, 0).bit_length()
-    return Decode(
+    return DecodeBatches(
         progress=np.zeros(engines),
         updated=np.zeros(engines),
         batch=np.zeros(engines, np.int64),
@@ -161,9 +161,9 @@ def _decode(engines: int, sequences_max: int) -> Decode:
     )
 
 
-def _measured(run: AgentRun) -> Measured:
+def _measured(run: AgentRun) -> StorageMeasurements:
     turns = int(np.diff(run.trajectories.start)[run.trajectory].sum())
-    return Measured(
+    return StorageMeasurements(
         ttft_s=np.zeros(turns, np.float32),
         ttst_s=np.zeros(turns, np.float32),
         tpot_s=np.zeros(turns, np.float32),

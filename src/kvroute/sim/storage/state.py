@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvroute.policies.storage.dualpath_kernels import AttentionCost
-from kvroute.sim.storage.events import Agenda
+from kvroute.sim.storage.events import PendingEvents
 from kvroute.types import FloatArray, IntArray
 
 NOTHING = -1
@@ -22,7 +22,7 @@ WINDOWS = 20_000
 """Maximum number of windows of the balance; reads after them count into the last one."""
 
 
-class Rules(NamedTuple):
+class RunConstants(NamedTuple):
     """Constants of a run: sizes in tokens, bytes and seconds."""
 
     gpus: int
@@ -67,7 +67,7 @@ class Queues(NamedTuple):
     """Next agent in the same queue, or NOTHING, [agents]."""
 
 
-class Turns(NamedTuple):
+class AgentTurns(NamedTuple):
     """Trajectories, and the present turn of each agent, [agents] unless given."""
 
     prompts: IntArray
@@ -100,7 +100,7 @@ class Turns(NamedTuple):
     """Arrival of the turn, in seconds."""
 
 
-class Engines(NamedTuple):
+class EngineArrays(NamedTuple):
     """Engines, [prefill engines] or [decode engines]."""
 
     prefill_tokens: FloatArray
@@ -128,7 +128,7 @@ class Engines(NamedTuple):
     """Next prefill engine, decode engine and read side in turn, [3]."""
 
 
-class Decode(NamedTuple):
+class DecodeBatches(NamedTuple):
     """Batches of the decode engines as fluid: all sequences of a batch progress equally."""
 
     progress: FloatArray
@@ -160,7 +160,7 @@ class Nodes(NamedTuple):
     """Bytes read in each window, [nodes, WINDOWS]."""
 
 
-class Measured(NamedTuple):
+class StorageMeasurements(NamedTuple):
     """What a run measures."""
 
     ttft_s: FloatArray
@@ -188,10 +188,10 @@ class Measured(NamedTuple):
     """Present time, and the end of the time in which at least half of the agents were active, [2]."""
 
 
-class State(NamedTuple):
+class StorageState(NamedTuple):
     """All arrays of a run."""
 
-    agenda: Agenda
+    agenda: PendingEvents
     waiting: Queues
     """Requests without a prefill engine (queue 0), then those of each prefill engine whose KV has been read."""
     placing: Queues
@@ -199,8 +199,8 @@ class State(NamedTuple):
     each decode engine."""
     buffering: Queues
     """Requests that wait for a buffer of each node."""
-    turns: Turns
-    engines: Engines
-    decode: Decode
+    turns: AgentTurns
+    engines: EngineArrays
+    decode: DecodeBatches
     nodes: Nodes
-    measured: Measured
+    measured: StorageMeasurements

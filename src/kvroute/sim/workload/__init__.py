@@ -2,8 +2,8 @@
 
 from kvroute.files.compressed_lines import fingerprint
 from kvroute.sim.workload.agents import THINK_MAX_S, Agents, Session, Turn, User
-from kvroute.sim.workload.generator import MOONCAKE_CONVERSATION, Shape, generate
-from kvroute.sim.workload.profiles import PROFILES, Profile, apply_profile
+from kvroute.sim.workload.generator import MOONCAKE_CONVERSATION, TraceShape, generate
+from kvroute.sim.workload.profiles import PROFILES, LengthProfile, apply_profile
 from kvroute.sim.workload.readers import read, read_any, write
 from kvroute.sim.workload.shaping import (
     filter_lengths,
@@ -21,12 +21,12 @@ __all__ = [
     "PROFILES",
     "THINK_MAX_S",
     "Agents",
+    "LengthProfile",
     "LengthStatistics",
     "Loop",
-    "Profile",
     "Session",
-    "Shape",
     "Trace",
+    "TraceShape",
     "TraceStatistics",
     "TracedRequest",
     "Turn",

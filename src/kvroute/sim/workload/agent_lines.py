@@ -58,7 +58,7 @@ class _RawEntry(msgspec.Struct, rename=_LENGTHS | {"api": "api_time", "think": "
     nested: list[_RawEntry] | None = None
 
     def blocks(self) -> _Runs:
-        return tuple((one, 1) for one in self.hash_ids)
+        return tuple((hash_id, 1) for hash_id in self.hash_ids)
 
 
 class _Line(msgspec.Struct, rename={"name": "id", "block_tokens": "bs", "entries": "req"}):
@@ -160,7 +160,7 @@ class _Turns:
             runs = self._chains.checked(entry.blocks(), entry.input_tokens, self._block_tokens)
         except ValueError as error:
             raise ValueError(f"turn {number}, {error}") from None
-        ready_s = max((self._end_s[each] for each in after), default=0.0)
+        ready_s = max((self._end_s[turn] for turn in after), default=0.0)
         think_s = max(at_s - ready_s, 0.0) if pause_s is None else pause_s
         answer_s = entry.api if entry.api is not None else gap_s or 0.0
         self.made.append(Turn(entry.input_tokens, entry.output_tokens, runs, tuple(after), think_s, answer_s))

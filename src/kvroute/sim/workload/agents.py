@@ -144,7 +144,7 @@ class Agents:
         order = np.random.default_rng([seed, 0]).permutation(len(self.sessions)).tolist()
         if turns is None:
             return tuple(order)
-        ends = np.cumsum([len(self.sessions[each].turns) for each in order])
+        ends = np.cumsum([len(self.sessions[session].turns) for session in order])
         return tuple(order[: int(np.searchsorted(ends, turns)) + 1])
 
     def open_loop(
@@ -202,9 +202,11 @@ class Agents:
         _check_think(ramp_s, "ramp_s")
         order = self.shuffled(seed, turns)
         begins = np.sort(np.random.default_rng([seed, 1]).uniform(0.0, ramp_s, users)).tolist()
-        return self.played([User(at_s, order[k::users]) for k, at_s in enumerate(begins)], think_max_s=think_max_s)
+        return self.varying_users(
+            [User(at_s, order[k::users]) for k, at_s in enumerate(begins)], think_max_s=think_max_s
+        )
 
-    def played(self, users: Sequence[User], *, think_max_s: float = THINK_MAX_S) -> Trace:
+    def varying_users(self, users: Sequence[User], *, think_max_s: float = THINK_MAX_S) -> Trace:
         """Return a closed loop of these users, who share no session.
 
         A request's time in the trace is its start if outputs took no time; turns that would be too late even then are

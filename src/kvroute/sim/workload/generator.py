@@ -23,7 +23,7 @@ Quantiles = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TraceShape:
     """Statistics of a generated trace; the defaults are those of Mooncake's conversation trace."""
 
     rate_per_s: float = 3.4
@@ -64,7 +64,7 @@ class Shape:
     """Time after its pause during which a conversation can continue; then it ends."""
 
 
-MOONCAKE_CONVERSATION = Shape()
+MOONCAKE_CONVERSATION = TraceShape()
 
 
 def generate(
@@ -73,7 +73,7 @@ def generate(
     duration_s: float | None = None,
     rate_per_s: float = MOONCAKE_CONVERSATION.rate_per_s,
     seed: int,
-    shape: Shape = MOONCAKE_CONVERSATION,
+    shape: TraceShape = MOONCAKE_CONVERSATION,
 ) -> Trace:
     """Generate `n` requests, or as many as arrive within `duration_s` seconds; the same arguments give an equal trace.
 
@@ -101,7 +101,7 @@ def generate(
     return Trace(f"generated-{seed}", tuple(TracedRequest(*row, shape.block_tokens) for row in rows))
 
 
-def _arrivals(draw: np.random.Generator, n: int | None, duration_s: float | None, shape: Shape) -> FloatArray:
+def _arrivals(draw: np.random.Generator, n: int | None, duration_s: float | None, shape: TraceShape) -> FloatArray:
     """Return ascending arrival times at the shape's own rate, the first one at 0.
 
     Given their number, Poisson sizes are a multinomial draw: every request draws its batch.
@@ -166,7 +166,7 @@ class _Conversations:
         return self._open.pop(position - 1) if position else None
 
 
-def _chains(draw: np.random.Generator, at_s: FloatArray, inputs: IntArray, shape: Shape) -> list[tuple[int, ...]]:
+def _chains(draw: np.random.Generator, at_s: FloatArray, inputs: IntArray, shape: TraceShape) -> list[tuple[int, ...]]:
     """Return block ids of every prompt, with a partial last block as in Mooncake's traces; new ids count upwards."""
     size = len(at_s)
     length_at, share_at = zip(*shape.followup_share, strict=True)
@@ -190,6 +190,6 @@ def _chains(draw: np.random.Generator, at_s: FloatArray, inputs: IntArray, shape
     return chains
 
 
-def _kept(turn: _Turn, share: float, shape: Shape) -> tuple[int, ...]:
+def _kept(turn: _Turn, share: float, shape: TraceShape) -> tuple[int, ...]:
     """Return the full blocks of the first `share` of a prompt, but at least the system prompt."""
     return turn.chain[: max(int(share * turn.input_tokens) // shape.block_tokens, shape.system_blocks)]

@@ -10,7 +10,7 @@ from kvroute.sim.workload.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class LengthProfile:
     """Bounds of the prompt length (inclusive), and the parameters that NetKV sets for this profile."""
 
     min_tokens: int
@@ -22,12 +22,12 @@ class Profile:
 
 
 PROFILES = {
-    "chatbot": Profile(min_tokens=1, max_tokens=8_192, p_share=0.3, ttft_slo_s=2.0),
-    "rag": Profile(min_tokens=4_096, max_tokens=65_536, p_share=0.7, ttft_slo_s=5.0),
-    "long-context": Profile(min_tokens=16_385, max_tokens=None, p_share=0.1, ttft_slo_s=10.0),
+    "chatbot": LengthProfile(min_tokens=1, max_tokens=8_192, p_share=0.3, ttft_slo_s=2.0),
+    "rag": LengthProfile(min_tokens=4_096, max_tokens=65_536, p_share=0.7, ttft_slo_s=5.0),
+    "long-context": LengthProfile(min_tokens=16_385, max_tokens=None, p_share=0.1, ttft_slo_s=10.0),
 }
 
 
-def apply_profile(trace: Trace, profile: Profile) -> Trace:
+def apply_profile(trace: Trace, profile: LengthProfile) -> Trace:
     """Return the requests whose prompts fit; lengths, times and prefixes stay. Raises InputError if none fits."""
     return filter_lengths(trace, profile.min_tokens, profile.max_tokens)

@@ -19,7 +19,7 @@ from kvroute import plausibility
 from kvroute.control import is_log
 from kvroute.control.log import parts_of
 from kvroute.control.log.entries import HEADER_START as _LOG_START
-from kvroute.files.compressed_lines import lines_of, write_octets
+from kvroute.files.compressed_lines import lines_of, write_compressed
 from kvroute.sim.workload.agent_lines import is_session, session
 from kvroute.sim.workload.agents import Agents, Session
 from kvroute.sim.workload.event_log import RecordedRequests
@@ -139,14 +139,14 @@ def write(trace: Trace, path: str | Path) -> None:
         hint = "use .jsonl, .jsonl.zst or .jsonl.gz"
         raise InputError("this file name does not belong to a trace in JSON lines", where=str(path), hint=hint)
     encode = msgspec.json.Encoder().encode
-    write_octets(path, b"".join(encode(_mooncake_keys(request)) + b"\n" for request in trace.requests))
+    write_compressed(path, b"".join(encode(_mooncake_keys(request)) + b"\n" for request in trace.requests))
 
 
 def _rows(path: Path) -> Rows:
     """Yield the rows of a file, or of the .json files of a folder, plain or compressed."""
     files = [path]
     if path.is_dir():
-        files = sorted(each for each in path.iterdir() if each.name.endswith((".json", ".json.zst", ".json.gz")))
+        files = sorted(file for file in path.iterdir() if file.name.endswith((".json", ".json.zst", ".json.gz")))
         if not files:
             raise InputError("cannot be read: the folder has no .json files", where=str(path), hint=_CONTENT_HINT)
     elif _is_log_file(path):
@@ -181,17 +181,17 @@ def _requests(
     parse, rows = _format(first, rows, block_tokens)
     requests: list[TracedRequest] = []
     faults = _taken(rows, lambda line: requests.append(parse(line)), fault_limit)
-    return requests, faults, _unit_doubts(requests) if first[1].lstrip().startswith(b"{") else []
+    return requests, faults, _unit_warnings(requests) if first[1].lstrip().startswith(b"{") else []
 
 
-def _unit_doubts(requests: Sequence[TracedRequest]) -> list[str]:
+def _unit_warnings(requests: Sequence[TracedRequest]) -> list[str]:
     """Return a remark if Mooncake's timestamps seem to have another unit. Times between two milliseconds come from
     `at_s`, whose unit is known."""
     at_s = [request.at_s for request in requests]
-    doubt = plausibility.of_arrivals(len(at_s), max(at_s) - min(at_s)) if at_s else None
-    if doubt is None or any(round(time * 1e3) / 1e3 != time for time in at_s):
+    warning = plausibility.of_arrivals(len(at_s), max(at_s) - min(at_s)) if at_s else None
+    if warning is None or any(round(time * 1e3) / 1e3 != time for time in at_s):
         return []
-    return [f"field timestamp: {doubt.what}; {doubt.cause}"]
+    return [f"field timestamp: {warning.what}; {warning.cause}"]
 
 
 def _taken(rows: Rows, take: Callable[[bytes], None], fault_limit: float) -> list[InputError]:

@@ -61,8 +61,8 @@ def draft_discovered(
     if not engines:
         raise InputError("no pod is an engine", hint="`kvroute kube check` says why")
     needed: Counter[str] = Counter()
-    for each in engines:
-        needed[each.place.node] += (each.tp or tp) * (each.pp or 1)
+    for engine in engines:
+        needed[engine.place.node] += (engine.tp or tp) * (engine.pp or 1)
     nic = Nic(count=gpus_per_node, bytes_per_s=Bandwidth(nic_bytes_per_s))
     base = ClusterFile(
         name=name,
@@ -75,9 +75,9 @@ def draft_discovered(
         ),
     )
     cluster = build(base)
-    alone = _without_partner(engines, model)
-    joined, refused = admitted(cluster, {}, [each for each in engines if each.name not in alone])
-    refused |= alone
+    partnerless = _without_partner(engines, model)
+    joined, refused = admitted(cluster, {}, [engine for engine in engines if engine.name not in partnerless])
+    refused |= partnerless
     if not joined:
         first, why = next(iter(sorted(refused.items())))
         raise InputError(f"no engine can be used; {first}: {why}")
@@ -88,11 +88,12 @@ def draft_discovered(
 def _without_partner(engines: Sequence[Discovered], model: str) -> dict[str, str]:
     """Return why prefill engines without decode engines, and the reverse, cannot serve, by name."""
     partner = {"prefill": "decode", "decode": "prefill"}
-    groups = {(each.role, each.model or model, each.endpoint.protocol) for each in engines}
+    groups = {(engine.role, engine.model or model, engine.endpoint.protocol) for engine in engines}
     return {
-        each.name: f"no {partner[each.role]} engine has its model and protocol"
-        for each in engines
-        if each.role in partner and (partner[each.role], each.model or model, each.endpoint.protocol) not in groups
+        engine.name: f"no {partner[engine.role]} engine has its model and protocol"
+        for engine in engines
+        if engine.role in partner
+        and (partner[engine.role], engine.model or model, engine.endpoint.protocol) not in groups
     }
 
 

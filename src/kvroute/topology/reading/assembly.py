@@ -25,7 +25,7 @@ from kvroute.topology.reading.check import (
     storage_faults,
 )
 from kvroute.topology.reading.discovery_check import discovery_faults
-from kvroute.topology.reading.doubts import unit_doubts
+from kvroute.topology.reading.doubts import unit_warnings
 from kvroute.topology.reading.expansion import expand, written_at
 from kvroute.topology.schema import ClusterFile, Nic, Uplinks
 from kvroute.types import (
@@ -150,8 +150,8 @@ def _assembled(
     cluster = None
     known = all(lines.sure(section, whole=True) for section in _NEEDED)
     if flat is not None and places is not None and not problems and known:
-        doubts = tuple(str(doubt) for doubt in unit_doubts(flat, file, lines))
-        cluster = replace(assembled(flat, places), remarks=doubts, lines=lines)
+        warnings = tuple(str(warning) for warning in unit_warnings(flat, file, lines))
+        cluster = replace(assembled(flat, places), remarks=(*map(str, lines.outdated), *warnings), lines=lines)
     once = {str(problem): problem for problem in [*faults_of_form, *problems]}  # ranks of an engine share its entry
     return cluster, sorted(once.values(), key=lambda problem: problem.line)
 

@@ -36,7 +36,7 @@ def grown(base: Cluster, members: Iterable[Joined]) -> Cluster:
     return replace(assembled(file, places_of(file)), remarks=base.remarks, lines=base.lines)
 
 
-def specimen(base: Cluster) -> Cluster:
+def template_cluster(base: Cluster) -> Cluster:
     """Return a cluster of one prefill and one decode engine as the templates make them; it serves no request."""
     model = base.file.defaults.model or "llama-3-70b"
     size = base.file.defaults.tp * base.file.defaults.pp

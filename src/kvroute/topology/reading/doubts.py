@@ -18,20 +18,20 @@ from kvroute.topology.schema import (
 from kvroute_engine.files.form import FileError, Key, Lines
 
 
-def unit_doubts(file: ClusterFile, written: ClusterFile, lines: Lines) -> Iterator[FileError]:
+def unit_warnings(file: ClusterFile, written: ClusterFile, lines: Lines) -> Iterator[FileError]:
     """Yield warnings of an expanded, checked file; `written` is the file before its shorthands were expanded."""
-    yield from _memory_doubts(file, written, lines)
+    yield from _memory_warnings(file, written, lines)
     for name, timing in file.timing.items():
-        if doubt := plausibility.of_prefill(_points(timing.prefill)):
-            yield lines.error(doubt.what, ("timing", name, "prefill"), doubt.cause)
+        if warning := plausibility.of_prefill(_points(timing.prefill)):
+            yield lines.error(warning.what, ("timing", name, "prefill"), warning.cause)
         batch, context = 1, TYPICAL_TOKENS
         decode = timing.decode
         step_s = decode.base_s + decode.per_request_s * batch + decode.per_context_token_s * context
-        if doubt := plausibility.of_decode([step_s]):
-            yield lines.error(doubt.what, ("timing", name, "decode"), doubt.cause)
+        if warning := plausibility.of_decode([step_s]):
+            yield lines.error(warning.what, ("timing", name, "decode"), warning.cause)
 
 
-def _memory_doubts(file: ClusterFile, written: ClusterFile, lines: Lines) -> Iterator[FileError]:
+def _memory_warnings(file: ClusterFile, written: ClusterFile, lines: Lines) -> Iterator[FileError]:
     reported: set[Key] = set()
     assert isinstance(file.instances, list), "expand first"
     for index, entry in enumerate(file.instances):
@@ -44,9 +44,9 @@ def _memory_doubts(file: ClusterFile, written: ClusterFile, lines: Lines) -> Ite
         model = llm.model(entry.model or file.defaults.model or "")
         if place in reported:
             continue
-        if doubt := plausibility.of_kv_memory(kv_bytes, len(gpu_list(entry.gpus)), model.kv_bytes_per_token):
+        if warning := plausibility.of_kv_memory(kv_bytes, len(gpu_list(entry.gpus)), model.kv_bytes_per_token):
             reported.add(place)
-            yield lines.error(doubt.what, place, doubt.cause)
+            yield lines.error(warning.what, place, warning.cause)
 
 
 def _points(

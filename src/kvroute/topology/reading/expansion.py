@@ -71,7 +71,9 @@ def with_endpoints(file: ClusterFile, addresses: Sequence[str], protocol: KvProt
     flat = expand(file)
     assert isinstance(flat.instances, list)
     names = list(dict.fromkeys(entry.engine or entry.name for entry in flat.instances))
-    named = [(name, url) for name, equals, url in (each.partition("=") for each in addresses) if _is_name(name, equals)]
+    named = [
+        (name, url) for name, equals, url in (address.partition("=") for address in addresses) if _is_name(name, equals)
+    ]
     if named and len(named) < len(addresses):
         raise InputError("some addresses have a name and others do not", hint="write NAME=URL for all or for none")
     if addresses and not named and len(addresses) != len(names):

@@ -36,10 +36,10 @@ def with_domains(file: ClusterFile, places: Iterable[Place]) -> ClusterFile:
     sites = {site.name for site in file.datacenters}
     declared = file.network.tier_bandwidth
     named = {*parents.pods.values(), *parents.racks_sites.values(), *parents.nodes_sites.values()} - {""}
-    alone = not sites and named == {"dc0"}
+    implicit = not sites and named == {"dc0"}
     return msgspec.structs.replace(
         file,
-        datacenters=[*file.datacenters, *(Datacenter(name=name) for name in sorted(named - sites) if not alone)],
+        datacenters=[*file.datacenters, *(Datacenter(name=name) for name in sorted(named - sites) if not implicit)],
         pods=[
             *file.pods,
             *(

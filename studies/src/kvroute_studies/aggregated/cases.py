@@ -1,4 +1,4 @@
-"""The cells of `alone`, as data: its own in which prompts queue, those of the never-worse matrix, and those of
+"""The cells of `aggregated`, as data: its own in which prompts queue, those of the never-worse matrix, and those of
 `network_cases`."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CHATBOT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class AloneCase:
+class AggregatedCase:
     """One cell: a case in the form of the never-worse matrix, with the roles and the chunks of its 16 instances (or of
     more, in larger clusters)."""
 
@@ -38,7 +38,7 @@ class AloneCase:
 
 @dataclass(slots=True)
 class _Cells:
-    found: dict[str, AloneCase] = field(default_factory=dict)
+    found: dict[str, AggregatedCase] = field(default_factory=dict)
 
     def add(
         self,
@@ -57,16 +57,16 @@ class _Cells:
             changes = (*changes, *_QUEUEING)
         case = Case(
             name=f"queue/{fabric}/{name}",
-            axis="alone",
+            axis="aggregated",
             reading=base,
             changes=changes,
             settings={"load": load} | (settings or {}),
             **more,  # type: ignore[arg-type]
         )
-        self.found[case.name] = AloneCase(case, prefill, chunk_tokens, output_factor)
+        self.found[case.name] = AggregatedCase(case, prefill, chunk_tokens, output_factor)
 
 
-def _all() -> dict[str, AloneCase]:
+def _all() -> dict[str, AggregatedCase]:
     cells = _Cells()
     for fabric in ("realistic", "nic150-flow", "nic100-flow", "literal"):
         for load in (0.25, 0.5, 1.0, 1.5):
@@ -100,16 +100,16 @@ def _all() -> dict[str, AloneCase]:
     return cells.found
 
 
-def _of_matrix() -> dict[str, AloneCase]:
+def _of_matrix() -> dict[str, AggregatedCase]:
     some = (one for one in CASES.values() if one.trace == "generated" and one.settings.get("gpus", 0) <= _GPUS_MAX)
-    return {f"matrix/{one.name}": AloneCase(one) for one in some}
+    return {f"matrix/{one.name}": AggregatedCase(one) for one in some}
 
 
-ALONE_CASES: dict[str, AloneCase | NetworkCase] = {**NETWORK_CASES, **_all(), **_of_matrix()}
+AGGREGATED_CASES: dict[str, AggregatedCase | NetworkCase] = {**NETWORK_CASES, **_all(), **_of_matrix()}
 """Every cell by name; the first part of a name is its set: network, queue or matrix."""
 
 
 def queues(name: str) -> bool:
     """Return whether prompts queue in a cell. In the others each prompt takes its prefill time at any load."""
-    one = ALONE_CASES[name]
+    one = AGGREGATED_CASES[name]
     return isinstance(one, NetworkCase) or reading(one.case.reading, one.case.changes).prefill_queueing

@@ -1,4 +1,4 @@
-"""`alone` for the terminal: its own tables, and the general page."""
+"""`aggregated` for the terminal: its own tables, and the general page."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ def _print_tables(results: Results[None]) -> None:
             console().print(rich_table(grid, console().width))
 
 
-FAMILY = plain_family("alone", EXPERIMENTS, run_cell, print_tables=_print_tables)
+FAMILY = plain_family("aggregated", EXPERIMENTS, run_cell, print_tables=_print_tables)

@@ -1,4 +1,4 @@
-"""`alone`: the default policy, which chooses for each request between a pair and one instance, against pairs for all
+"""`aggregated`: the default policy, which chooses for each request a pair or one instance, compared with pairs for all
 requests, against no pairs at all, and against a choice with an upper bound on delays."""
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from kvroute.planner.comparison.cells import Cell, Record
 from kvroute.policies import NO_BOUND
 from kvroute.sim.metrics import REJECTED, window
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import Trace
 from kvroute.topology import Cluster, build
 from kvroute.topology.reading.check import entries_of
-from kvroute_studies.aggregated.cases import ALONE_CASES, AloneCase
+from kvroute_studies.aggregated.cases import AGGREGATED_CASES, AggregatedCase
 from kvroute_studies.aggregated.network_cases import NetworkCase, network_cluster, network_trace
 from kvroute_studies.netkv.setup import cluster_of, requests_of
 from kvroute_studies.never_worse.run import Traces, figures_of, settings_of, study_of
@@ -24,21 +24,25 @@ from kvroute_studies.shared.cells import Experiment
 
 CHOICE, PAIRS, AGGREGATED, BOUNDED = "foresight-joint", "disaggregated", "aggregated", "bounded"
 """`foresight-joint` with its default parameters; the same with pairs for all requests; a cluster in which every
-instance serves its requests alone; and `foresight-joint` with an upper bound on delays in place of their price."""
+instance serves its requests itself; and `foresight-joint` with an upper bound on delays in place of their price."""
 BASELINES = (PAIRS, AGGREGATED, BOUNDED)
-_PARAMETERS = {PAIRS: {"alone": 0.0}, AGGREGATED: {"token_delay_price": 0.0}, BOUNDED: {"token_delay_price": NO_BOUND}}
+_PARAMETERS = {
+    PAIRS: {"aggregated": 0.0},
+    AGGREGATED: {"token_delay_price": 0.0},
+    BOUNDED: {"token_delay_price": NO_BOUND},
+}
 
-ALONE = Experiment(
-    name="alone",
-    title="Pairs, or one instance alone",
+EXPERIMENT = Experiment(
+    name="aggregated",
+    title="Pairs, or one instance",
     source="kvroute",
     axes={},
     policies=(CHOICE, *BASELINES),
-    profiles=tuple(ALONE_CASES),
+    profiles=tuple(AGGREGATED_CASES),
     expectation="the choice's mean response time is nowhere more than 2 % above that of the best of the others",
     versus=(CHOICE, AGGREGATED),
 )
-EXPERIMENTS = {ALONE.name: ALONE}
+EXPERIMENTS = {EXPERIMENT.name: EXPERIMENT}
 
 
 def run_cell(cell: Cell) -> Record:
@@ -46,7 +50,7 @@ def run_cell(cell: Cell) -> Record:
 
     The baseline `aggregated` uses the choice's prices too, on a cluster without prefill instances.
     """
-    one = ALONE_CASES[cell.profile]
+    one = AGGREGATED_CASES[cell.profile]
     run, settings = play(one, cell)
     summary = msgspec.structs.replace(run.summary, policy=cell.policy)
     config = {"case": msgspec.json.decode(msgspec.json.encode(one)), "policy": cell.policy}
@@ -56,11 +60,11 @@ def run_cell(cell: Cell) -> Record:
     return Record(key=cell.key, cell=cell, config=config, summary=summary, figures=figures)
 
 
-def play(one: AloneCase | NetworkCase, cell: Cell) -> tuple[Run, SimSettings]:
+def play(one: AggregatedCase | NetworkCase, cell: Cell) -> tuple[Run, SimSpec]:
     """Run a cell; return the run with the times of every request, and its settings."""
     if isinstance(one, NetworkCase):
         cluster, trace = network_cluster(one), network_trace(one, cell.seed)
-        spec, settings = _spec(cell.policy), SimSettings()
+        spec, settings = _spec(cell.policy), SimSpec()
     else:
         cluster, trace, spec, settings = _of_matrix(one, cell)
     if cell.policy == AGGREGATED:
@@ -69,7 +73,7 @@ def play(one: AloneCase | NetworkCase, cell: Cell) -> tuple[Run, SimSettings]:
     return simulate(cluster, trace, spec, settings, seed=cell.seed), settings
 
 
-def _of_matrix(one: AloneCase, cell: Cell) -> tuple[Cluster, Trace, ControlSpec, SimSettings]:
+def _of_matrix(one: AggregatedCase, cell: Cell) -> tuple[Cluster, Trace, ControlSpec, SimSpec]:
     case = one.case
     study = study_of(case, Traces(), cell)
     study = replace(study, engine=msgspec.structs.replace(study.engine, chunk_tokens=one.chunk_tokens))

@@ -1,5 +1,5 @@
-"""The tables of `alone`: how far the default policy is from the best of the others in each set of cells, and the cells
-in which it is farthest."""
+"""The tables of `aggregated`: how far the default policy is from the best of the others in each set of cells, and the
+cells in which it is farthest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvroute.planner.comparison.cells import Record
-from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
+from kvroute.report.grid import UNKNOWN, Grid, GridEntry, Heading
 from kvroute.report.series import of_profile, profiles_of
 from kvroute_studies.aggregated.cases import queues
 from kvroute_studies.aggregated.run import BASELINES, BOUNDED, CHOICE, PAIRS
@@ -22,7 +22,7 @@ _BASES = ", ".join(BASELINES)
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class RelativeDifference:
     """A mean of the choice relative to that of a baseline, less 1, over the same requests, in per cent."""
 
     percent: float
@@ -51,7 +51,7 @@ def tpot_p99_s(record: Record) -> float | None:
 
 def difference(
     records: Sequence[Record], baselines: Sequence[str], value: Value = response_s, choice: str = CHOICE
-) -> Difference | None:
+) -> RelativeDifference | None:
     """Compare the choice in one cell with that baseline which has the lowest mean; None if a seed lacks a policy."""
     by_policy = {
         name: {record.cell.seed: found for record in records if record.cell.policy == name and (found := value(record))}
@@ -66,17 +66,17 @@ def difference(
     )
     gaps, mean = own - others, float(others.mean())
     width = 2 * float(gaps.std(ddof=1)) / float(np.sqrt(len(gaps))) if len(gaps) > 1 else None
-    return Difference(100 * float(gaps.mean()) / mean, None if width is None else 100 * width / mean)
+    return RelativeDifference(100 * float(gaps.mean()) / mean, None if width is None else 100 * width / mean)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CellsVerdict:
     """What the cells of one set show of the default, or of another policy; times in per cent of the others'."""
 
     cells: int
     equal: int
     """Cells in which its mean response time is at most 2 % above that of the best baseline."""
-    worst: Difference | None
+    worst: RelativeDifference | None
     """Highest difference of the mean response time to the best baseline."""
     above_pairs: int
     """Cells in which prompts queue and its mean response time is more than 2 % above that of pairs."""
@@ -92,7 +92,7 @@ class Verdict:
     """Rejected requests by policy."""
 
 
-def verdict(records: Sequence[Record], choice: str = CHOICE) -> Verdict:
+def verdict(records: Sequence[Record], choice: str = CHOICE) -> CellsVerdict:
     """Judge the choice in all cells that have every policy."""
     cells = {profile: of_profile(records, profile) for profile in profiles_of(records)}
     found = {name: each for name, some in cells.items() if (each := difference(some, BASELINES, choice=choice))}
@@ -105,7 +105,7 @@ def verdict(records: Sequence[Record], choice: str = CHOICE) -> Verdict:
         for record in cells[name]:
             if record.cell.policy in rejected:
                 rejected[record.cell.policy] += int(record.figures["rejected"])
-    return Verdict(
+    return CellsVerdict(
         cells=len(found),
         equal=sum(not each.above(ALLOWED_PERCENT) for each in found.values()),
         worst=max(found.values(), key=lambda each: each.percent, default=None),
@@ -118,7 +118,7 @@ def verdict(records: Sequence[Record], choice: str = CHOICE) -> Verdict:
     )
 
 
-def _above(found: Iterable[Difference | None]) -> int:
+def _above(found: Iterable[RelativeDifference | None]) -> int:
     return sum(each is not None and each.above(ALLOWED_PERCENT) for each in found)
 
 
@@ -150,19 +150,19 @@ def verdict_grid(records: Sequence[Record]) -> Grid:
     return Grid("The default policy beside its alternatives", headings, tuple(rows), labels=2)
 
 
-def _row(cells: str, policy: str, judged: Verdict) -> tuple[Entry, ...]:
+def _row(cells: str, policy: str, judged: CellsVerdict) -> tuple[GridEntry, ...]:
     worst = f"{judged.worst.percent:+.1f}" if judged.worst else UNKNOWN
     return (
-        Entry(cells),
-        Entry(policy),
-        Entry(f"{judged.equal} of {judged.cells}"),
-        Entry(worst),
-        Entry(str(judged.above_pairs)),
-        Entry(str(judged.ttft_above)),
-        Entry(f"{judged.ttft:+.0f}"),
-        Entry(f"{judged.tpot_p99:+.0f}"),
-        Entry(f"{judged.tpot_p99_p90:+.0f}"),
-        Entry(str(judged.rejected[policy])),
+        GridEntry(cells),
+        GridEntry(policy),
+        GridEntry(f"{judged.equal} of {judged.cells}"),
+        GridEntry(worst),
+        GridEntry(str(judged.above_pairs)),
+        GridEntry(str(judged.ttft_above)),
+        GridEntry(f"{judged.ttft:+.0f}"),
+        GridEntry(f"{judged.tpot_p99:+.0f}"),
+        GridEntry(f"{judged.tpot_p99_p90:+.0f}"),
+        GridEntry(str(judged.rejected[policy])),
     )
 
 
@@ -173,7 +173,7 @@ def worst_grid(records: Sequence[Record], count: int = WORST) -> Grid:
     worst = sorted(found, key=lambda name: -found[name].percent)[:count]
     headings = (
         Heading("cell"),
-        Heading("alone %", "Requests that one instance served alone"),
+        Heading("aggr. %", "Requests that one instance served, without a KV transfer"),
         Heading("response s", "Mean time from arrival to last token"),
         Heading("to the best %", "Difference of the mean response time to the best of the others, two standard errors"),
         *(Heading(f"{name} %", f"Difference of the mean response time to {name}") for name in BASELINES),
@@ -183,17 +183,24 @@ def worst_grid(records: Sequence[Record], count: int = WORST) -> Grid:
     rows = []
     for name in worst:
         mine = [record for record in cells[name] if record.cell.policy == CHOICE]
-        alone = 100 * float(np.mean([record.figures["alone_share"] for record in mine]))
+        aggregated = 100 * float(np.mean([record.figures["aggregated_share"] for record in mine]))
         seconds = float(np.mean([record.figures["response_s"] for record in mine]))
         compared = [_entry(difference(cells[name], (base,))) for base in BASELINES]
         more = [_entry(difference(cells[name], (PAIRS,), value)) for value in (ttft_s, tpot_p99_s)]
         rows.append(
-            (Entry(name), Entry(f"{alone:.0f}"), Entry(f"{seconds:.2f}"), _entry(found[name]), *compared, *more)
+            (
+                GridEntry(name),
+                GridEntry(f"{aggregated:.0f}"),
+                GridEntry(f"{seconds:.2f}"),
+                _entry(found[name]),
+                *compared,
+                *more,
+            )
         )
     return Grid("Cells in which the default is farthest from the best", headings, tuple(rows))
 
 
-def _entry(found: Difference | None) -> Entry:
+def _entry(found: RelativeDifference | None) -> GridEntry:
     if found is None:
-        return Entry(UNKNOWN)
-    return Entry(f"{found.percent:+.1f}", "" if found.width is None else f"±{found.width:.1f}")
+        return GridEntry(UNKNOWN)
+    return GridEntry(f"{found.percent:+.1f}", "" if found.width is None else f"±{found.width:.1f}")

@@ -12,7 +12,7 @@ from kvroute.report.grid import rich_table
 from kvroute.types import InputError
 from kvroute_studies.autoscaling.run import EXPERIMENTS, requests_of, run_cell
 from kvroute_studies.shared.cells import Experiment
-from kvroute_studies.shared.family import Family, Results, Sweeps, write_each
+from kvroute_studies.shared.family import ExperimentFamily, Results, Sweeps, write_each
 from kvroute_studies.shared.sweeps import RunOptions
 
 
@@ -45,7 +45,7 @@ def _print_tables(results: Results[str]) -> None:
     console().print(rich_table(autoscaling_grid(records), console().width))
 
 
-FAMILY: Family[str] = Family(
+FAMILY: ExperimentFamily[str] = ExperimentFamily(
     EXPERIMENTS,
     prepare=_prepare,
     begin=_begin,

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from kvroute.planner.comparison.cells import Record
 from kvroute.report.drawing import grid, legend_below, panels, style
 from kvroute.report.estimate import Estimate, estimate, estimate_entry
-from kvroute.report.grid import Entry, Grid, Heading
+from kvroute.report.grid import Grid, GridEntry, Heading
 from kvroute.report.page import picture
 from kvroute_studies.autoscaling.run import (
     AUTOSCALING,
@@ -21,7 +21,7 @@ from kvroute_studies.autoscaling.run import (
     STATIC,
 )
 from kvroute_studies.shared.cells import Experiment
-from kvroute_studies.shared.findings import Finding, Holds
+from kvroute_studies.shared.findings import ExpectationFinding, Holds
 from kvroute_studies.shared.page import write_results
 
 _STYLES = {STATIC: ("#8a8a8a", "s"), QUEUE: ("#d55e00", "^"), KVROUTE: ("#0072b2", "o")}
@@ -29,7 +29,7 @@ _STYLES = {STATIC: ("#8a8a8a", "s"), QUEUE: ("#d55e00", "^"), KVROUTE: ("#0072b2
 
 def runs_of(records: Sequence[Record], policy: str, level: int) -> list[Record]:
     """Return the runs of one level, by seed."""
-    some = [each for each in records if each.cell.policy == policy and each.cell.settings["level"] == level]
+    some = [record for record in records if record.cell.policy == policy and record.cell.settings["level"] == level]
     return sorted(some, key=lambda each: each.cell.seed)
 
 
@@ -69,17 +69,17 @@ def autoscaling_grid(records: Sequence[Record]) -> Grid:
     return Grid(AUTOSCALING.title, headings, tuple(rows), caption, 2)
 
 
-def _row(policy: str, level: int, runs: Sequence[Record], best: bool) -> tuple[Entry, ...]:
+def _row(policy: str, level: int, runs: Sequence[Record], best: bool) -> tuple[GridEntry, ...]:
     hours, attained = mean_of(runs, "gpu_hours"), estimate(100.0 * run.figures["attainment"] for run in runs)
     most = max(_most(run) for run in runs)
     shown = estimate_entry(hours, 0)
     return (
-        Entry(policy),
-        Entry(setting_of(policy, level)),
-        Entry(shown.text, shown.detail, best),
+        GridEntry(policy),
+        GridEntry(setting_of(policy, level)),
+        GridEntry(shown.text, shown.detail, best),
         estimate_entry(attained, 1),
         estimate_entry(estimate(run.summary.ttft_s.p95 for run in runs), 1),
-        Entry(f"{most:.0f}"),
+        GridEntry(f"{most:.0f}"),
     )
 
 
@@ -101,9 +101,9 @@ def _most(run: Record) -> float:
     return max(sums, default=0.0)
 
 
-def autoscaling_findings(records: Sequence[Record]) -> list[Finding]:
+def autoscaling_findings(records: Sequence[Record]) -> list[ExpectationFinding]:
     """Return whether kvroute needs fewer GPU-hours than each other way, at the cheapest settings of both."""
-    return [Finding("a day", *_compared(records, other)) for other in (STATIC, QUEUE)]
+    return [ExpectationFinding("a day", *_compared(records, other)) for other in (STATIC, QUEUE)]
 
 
 def saving(records: Sequence[Record], other: str) -> Estimate | None:

@@ -15,7 +15,7 @@ from kvroute.planner.comparison.cells import Cell, Record
 from kvroute.policies.fleet.autoscaling import ScalingSpec
 from kvroute.policies.fleet.replicas import ReplicaBounds, ReplicaTarget
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import QueueRule, ScalingRun, SimSettings, Slo
+from kvroute.sim.settings import QueueRule, ScalingRun, SimSpec, Slo
 from kvroute.sim.workload import Trace, generate, read
 from kvroute.sim.workload.diurnal import DIURNAL, HOUR_S, hourly_rates, shape_of, with_rates
 from kvroute.topology import Cluster, parse
@@ -121,7 +121,7 @@ def play(cell: Cell, trace: str = "", hour_s: float = HOUR_PLAYED_S) -> tuple[Ru
             decode=ReplicaBounds(most=DECODE),
         )
         spec = msgspec.structs.replace(spec, scaling=ScalingSpec(target=target, manages="instances"))
-    settings = SimSettings(slo=SLO, scaling=ScalingRun(prefill=prefill, decode=decode, queue=queue))
+    settings = SimSpec(slo=SLO, scaling=ScalingRun(prefill=prefill, decode=decode, queue=queue))
     return simulate(cluster(), requests_of(cell.seed, trace, hour_s), spec, settings, seed=cell.seed), parameters
 
 

@@ -11,7 +11,7 @@ from kvroute.report.grid import rich_table
 from kvroute.types import InputError
 from kvroute_studies.dualpath.run import AGENTS, EXPERIMENTS, agents_of, run_cell, sessions_config
 from kvroute_studies.shared.cells import Experiment
-from kvroute_studies.shared.family import Family, Results, Sweeps, write_each
+from kvroute_studies.shared.family import ExperimentFamily, Results, Sweeps, write_each
 from kvroute_studies.shared.sweeps import RunOptions
 
 
@@ -47,11 +47,11 @@ def _write_pages(results: Results[str]) -> None:
 def _print_tables(results: Results[str]) -> None:
     from kvroute_studies.dualpath.tables import dualpath_grid
 
-    for one in results.sweeps.experiments:
-        console().print(rich_table(dualpath_grid(one, results.records[one.name]), console().width))
+    for experiment in results.sweeps.experiments:
+        console().print(rich_table(dualpath_grid(experiment, results.records[experiment.name]), console().width))
 
 
-FAMILY = Family(
+FAMILY = ExperimentFamily(
     EXPERIMENTS,
     prepare=_prepare,
     begin=lambda sweeps: str(sweeps.options.trace or ""),

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvroute.planner.comparison.cells import Cell, Record
 from kvroute.policies.storage.dualpath import ABLATION
-from kvroute.sim.metrics import Counts, Spread, Summary, TtftParts
+from kvroute.sim.metrics import RequestCounts, Spread, Summary, TtftParts
 from kvroute.sim.storage.run import StorageResult, run_agents
 from kvroute.sim.storage.spec import AgentRun
 from kvroute.sim.workload import Agents, fingerprint, read_any
@@ -295,7 +295,7 @@ def _summary(cell: Cell, run: AgentRun, result: StorageResult) -> Summary:
     return Summary(
         policy=cell.policy,
         seed=cell.seed,
-        requests=Counts(arrived=total, finished=result.turns, rejected=0, in_flight=total - result.turns),
+        requests=RequestCounts(arrived=total, finished=result.turns, rejected=0, in_flight=total - result.turns),
         measured=result.turns,
         ttft_s=Spread.of(result.ttft_s.astype(float)),
         ttft_parts_s=TtftParts(),

@@ -88,8 +88,8 @@ those of the 660B model, without compressed queries."""
 def served_model(profile: DualPathProfile, assumed: DualPathAssumptions) -> ServedModel:
     """Return the times and sizes of a model on one GPU."""
     flops = assumed.gpu_flops * profile.mfu
-    attention = [each for each in profile.compute.sublayers if each.attended_flop]
-    others = [each for each in profile.compute.sublayers if not each.attended_flop]
+    attention = [sublayer for sublayer in profile.compute.sublayers if sublayer.attended_flop]
+    others = [sublayer for sublayer in profile.compute.sublayers if not sublayer.attended_flop]
     room = int((assumed.hbm_bytes * assumed.hbm_share - profile.weight_bytes) / profile.kv_bytes)
     return ServedModel(
         name=profile.name,

@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 from kvroute.planner.comparison.cells import Record
 from kvroute.report.drawing import AXIS_LABELS, grid, line_style, panels, plain, policy_legend, scale_axis, style
 from kvroute.report.estimate import Estimate, estimate, estimate_entry
-from kvroute.report.grid import Entry, Grid, Heading
+from kvroute.report.grid import Grid, GridEntry, Heading
 from kvroute.report.page import picture
 from kvroute.report.series import axes_of, of_profile, profiles_of, values_of
 from kvroute_studies.shared.cells import Experiment
-from kvroute_studies.shared.findings import Finding, Holds
+from kvroute_studies.shared.findings import ExpectationFinding, Holds
 from kvroute_studies.shared.page import write_results
 
 Number = Callable[[Record], float | None]
@@ -96,7 +96,7 @@ def dualpath_grid(experiment: Experiment, records: Sequence[Record]) -> Grid:
         for policy in experiment.policies:
             runs = [record for record in some if record.cell.policy == policy]
             if runs:
-                labels = (Entry(profile), *(Entry(f"{value:g}") for value in point), Entry(policy))
+                labels = (GridEntry(profile), *(GridEntry(f"{value:g}") for value in point), GridEntry(policy))
                 gained = estimate_entry(_gain(metric, some, policy, experiment.policies[0]), 2)
                 own = estimate_entry(estimate(map(metric.of, runs)), metric.digits)
                 others = (estimate_entry(estimate(map(value, runs)), digits) for _, value, digits in columns)
@@ -111,7 +111,7 @@ def _caption(records: Sequence[Record]) -> str:
 
 def _points(records: Sequence[Record]) -> list[tuple[str, tuple[float, ...]]]:
     """Return the profiles and axis values in the order of the cells."""
-    return list(dict.fromkeys((one.cell.profile, tuple(one.cell.settings.values())) for one in records))
+    return list(dict.fromkeys((record.cell.profile, tuple(record.cell.settings.values())) for record in records))
 
 
 def _at(records: Sequence[Record], profile: str, point: tuple[float, ...]) -> list[Record]:
@@ -120,7 +120,7 @@ def _at(records: Sequence[Record], profile: str, point: tuple[float, ...]) -> li
 
 def _gain(metric: _Metric, records: Sequence[Record], policy: str, base: str) -> Estimate | None:
     """Return how many times better a policy is than another at one point, paired by seed; None without pairs."""
-    values = {(one.cell.policy, one.cell.seed): metric.of(one) for one in records}
+    values = {(record.cell.policy, record.cell.seed): metric.of(record) for record in records}
     ratios: list[float | None] = []
     for (name, seed), value in values.items():
         other = values.get((base, seed))
@@ -129,7 +129,7 @@ def _gain(metric: _Metric, records: Sequence[Record], policy: str, base: str) ->
     return estimate(ratios)
 
 
-def dualpath_findings(experiment: Experiment, records: Sequence[Record]) -> list[Finding]:
+def dualpath_findings(experiment: Experiment, records: Sequence[Record]) -> list[ExpectationFinding]:
     """Return for every model whether each system is at least as good as the one before it."""
     metric = _METRICS.get(experiment.name, _TIME)
     found = []
@@ -141,7 +141,7 @@ def dualpath_findings(experiment: Experiment, records: Sequence[Record]) -> list
                 if (gain := _gain(metric, _at(records, profile, point), after, before)) is not None
             ]
             if gains:
-                found.append(Finding(profile, f"{after} is {metric.better} than {before}", *_verdict(gains)))
+                found.append(ExpectationFinding(profile, f"{after} is {metric.better} than {before}", *_verdict(gains)))
     return found
 
 
@@ -199,7 +199,9 @@ def _draw(panel: Axes, experiment: Experiment, records: Sequence[Record], metric
     for policy in experiment.policies:
         means = {
             value: estimate(
-                metric.of(one) for one in records if one.cell.policy == policy and one.cell.settings[axis] == value
+                metric.of(record)
+                for record in records
+                if record.cell.policy == policy and record.cell.settings[axis] == value
             )
             for value in values
         }

@@ -36,9 +36,9 @@ def _grids(one: Experiment, records: Sequence[Record]) -> list[Grid]:
 
 
 def _print_tables(results: Results[None]) -> None:
-    for one in results.sweeps.experiments:
-        for each in _grids(one, results.records[one.name]):
-            console().print(rich_table(each, console().width))
+    for experiment in results.sweeps.experiments:
+        for grid in _grids(experiment, results.records[experiment.name]):
+            console().print(rich_table(grid, console().width))
 
 
 FAMILY = plain_family("heroserve", EXPERIMENTS, run_cell, _write, _print_tables)

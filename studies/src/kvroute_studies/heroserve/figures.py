@@ -33,20 +33,23 @@ _LOSS_COLOURS = {0.0: "#0072b2", 0.001: "#c98b00", 0.01: "#d55e00"}
 def _some(records: Sequence[Record], wanted: Filter) -> list[Record]:
     """Return the records with these axis values; `profile` is one of the axes."""
     return [
-        one
-        for one in records
-        if all((one.cell.profile if name == "profile" else one.cell.settings[name]) == wanted[name] for name in wanted)
+        record
+        for record in records
+        if all(
+            (record.cell.profile if name == "profile" else record.cell.settings[name]) == wanted[name]
+            for name in wanted
+        )
     ]
 
 
 def _values(records: Sequence[Record], axis: str) -> list[float]:
-    return sorted({one.cell.settings[axis] for one in records})
+    return sorted({record.cell.settings[axis] for record in records})
 
 
 def _means(records: Sequence[Record], axis: str, figure: str) -> list[tuple[float, float]]:
     found = []
     for value in _values(records, axis):
-        mean = estimate(one.figures.get(figure) for one in records if one.cell.settings[axis] == value)
+        mean = estimate(record.figures.get(figure) for record in records if record.cell.settings[axis] == value)
         if mean is not None:
             found.append((value, mean.mean))
     return found
@@ -54,7 +57,7 @@ def _means(records: Sequence[Record], axis: str, figure: str) -> list[tuple[floa
 
 def _lines(panel: Axes, experiment: Experiment, records: Sequence[Record], axis: str, figure: str) -> None:
     for policy in experiment.policies:
-        points = _means([one for one in records if one.cell.policy == policy], axis, figure)
+        points = _means([record for record in records if record.cell.policy == policy], axis, figure)
         look = line_style(policy)
         panel.plot(
             range(len(points)) if axis == "span" else [at for at, _ in points],
@@ -65,7 +68,9 @@ def _lines(panel: Axes, experiment: Experiment, records: Sequence[Record], axis:
             alpha=0.9,
         )
     if axis == "span":
-        panel.set_xticks(range(len(_values(records, axis))), [axis_text(axis, one) for one in _values(records, axis)])
+        panel.set_xticks(
+            range(len(_values(records, axis))), [axis_text(axis, value) for value in _values(records, axis)]
+        )
     elif records:
         scale_axis(panel, _values(records, axis))
         if axis == "kib":
@@ -101,7 +106,7 @@ def scalability_lines(experiment: Experiment, records: Sequence[Record]) -> Figu
 
 def prediction_lines(experiment: Experiment, records: Sequence[Record]) -> Figure:
     """Draw the share of requests within the SLOs over the load, in the mean over spans: one panel per profile."""
-    profiles = list(dict.fromkeys(one.cell.profile for one in records))
+    profiles = list(dict.fromkeys(record.cell.profile for record in records))
     with style():
         figure, (row,) = panels(1, len(profiles), width=7.2 / len(profiles), height=2.6, sharey="row")
         for panel, profile in zip(row, profiles, strict=True):

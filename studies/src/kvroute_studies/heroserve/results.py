@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from kvroute.planner.comparison.cells import Record
 from kvroute.report.drawing import INK, grid, panels, style
 from kvroute.report.estimate import Estimate, estimate, estimate_entry
-from kvroute.report.grid import Entry, Grid, Heading
+from kvroute.report.grid import Grid, GridEntry, Heading
 from kvroute.report.page import picture
 from kvroute_studies.heroserve.run import AGGREGATION, ONLINE, RINGS, STALE, TABLE
 from kvroute_studies.shared.cells import Experiment
-from kvroute_studies.shared.findings import Finding, Holds
+from kvroute_studies.shared.findings import ExpectationFinding, Holds
 from kvroute_studies.shared.page import write_results
 
 Number = Callable[[Record], float | None]
@@ -65,21 +65,21 @@ def online_grid(records: Sequence[Record]) -> Grid:
             runs = _at(records, point, policy)
             if runs:
                 numbers = (estimate_entry(estimate(map(value, runs)), digits) for _, value, digits in _COLUMNS)
-                rows.append((Entry(f"{point[0]:g}"), Entry(f"{point[1]:g}"), Entry(policy), *numbers))
+                rows.append((GridEntry(f"{point[0]:g}"), GridEntry(f"{point[1]:g}"), GridEntry(policy), *numbers))
     caption = "span: servers of a group; background: bursts of other traffic on a link per time without one."
     return Grid(ONLINE.title, headings, tuple(rows), caption, 3)
 
 
 def _points(records: Sequence[Record]) -> list[tuple[float, float]]:
-    found = dict.fromkeys((one.cell.settings["span"], one.cell.settings["background"]) for one in records)
+    found = dict.fromkeys((record.cell.settings["span"], record.cell.settings["background"]) for record in records)
     return list(found)
 
 
 def _at(records: Sequence[Record], point: tuple[float, float], policy: str) -> list[Record]:
     return [
-        one
-        for one in records
-        if one.cell.policy == policy and (one.cell.settings["span"], one.cell.settings["background"]) == point
+        record
+        for record in records
+        if record.cell.policy == policy and (record.cell.settings["span"], record.cell.settings["background"]) == point
     ]
 
 
@@ -91,7 +91,7 @@ def ratio(records: Sequence[Record], point: tuple[float, float], pair: tuple[str
     return estimate([second[seed] / first[seed] for seed in first if seed in second])
 
 
-def online_findings(records: Sequence[Record]) -> list[Finding]:
+def online_findings(records: Sequence[Record]) -> list[ExpectationFinding]:
     """Return for each pair whether the first policy is faster, over all points."""
     found = []
     for pair in _PAIRS:
@@ -102,7 +102,7 @@ def online_findings(records: Sequence[Record]) -> list[Finding]:
             holds: Holds = "holds" if better and not worse else "does not hold" if worse > better else "unclear"
             span = f"{min(each.mean for each in ratios):.2f} to {max(each.mean for each in ratios):.2f} times"
             counts = f"Faster by more than 2 % at {better} of {len(ratios)} points, slower at {worse}; {span}."
-            found.append(Finding("unit", f"{pair[0]} is faster than {pair[1]}", holds, counts))
+            found.append(ExpectationFinding("unit", f"{pair[0]} is faster than {pair[1]}", holds, counts))
     return found
 
 

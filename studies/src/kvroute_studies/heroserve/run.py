@@ -11,12 +11,12 @@ from kvroute.collectives import CollectiveFlow
 from kvroute.collectives.policy import CollectiveScheduler
 from kvroute.planner.comparison.cells import Cell, Record
 from kvroute.sim.groups.all_reduces import (
+    AllReduceScheduler,
     AllReduceSimulation,
+    PricedOption,
     Reduced,
-    Replicas,
-    Scheduler,
-    Traffic,
-    Way,
+    SchedulerReplicas,
+    TensorTraffic,
 )
 from kvroute.sim.groups.periodic_table import PeriodicTable
 from kvroute.sim.metrics import Spread, Summary
@@ -83,7 +83,7 @@ class Unit:
         nics = np.full(2 * self.servers * self.tracks, NIC_BYTES_PER_S)
         return np.append(nics, np.full(self.tracks, SLOTS_BYTES_PER_S))
 
-    def ring(self, servers: list[int], track: int) -> Way:
+    def ring(self, servers: list[int], track: int) -> PricedOption:
         """Return a hierarchical ring over servers: each sends 2(S - 1) / S of the tensor to the next one."""
         sent = 2.0 * (len(servers) - 1) / len(servers)
         following = [*servers[1:], servers[0]]
@@ -91,17 +91,19 @@ class Unit:
             CollectiveFlow((self.up(here, track), self.down(there, track)), sent)
             for here, there in zip(servers, following, strict=True)
         ]
-        return Way.of(f"hierarchical-ring {track}", flows)
+        return PricedOption.of(f"hierarchical-ring {track}", flows)
 
-    def aggregation(self, servers: list[int], track: int) -> Way:
+    def aggregation(self, servers: list[int], track: int) -> PricedOption:
         """Return hierarchical in-network aggregation: each server sends the tensor to the switch and receives it."""
         flows = [
-            CollectiveFlow((link,), 1.0) for one in servers for link in (self.up(one, track), self.down(one, track))
+            CollectiveFlow((link,), 1.0)
+            for server in servers
+            for link in (self.up(server, track), self.down(server, track))
         ]
-        return Way.of(f"hierarchical-ina {track}", [*flows, CollectiveFlow((self.slots(track),), 1.0)])
+        return PricedOption.of(f"hierarchical-ina {track}", [*flows, CollectiveFlow((self.slots(track),), 1.0)])
 
 
-def ways_of(unit: Unit, span: int, seed: int) -> list[list[Way]]:
+def priced_options_of(unit: Unit, span: int, seed: int) -> list[list[PricedOption]]:
     """Return the options of the groups: a ring and aggregation on each track, over `span` random servers."""
     draw = np.random.default_rng([seed, 77])
     found = []
@@ -114,14 +116,16 @@ def ways_of(unit: Unit, span: int, seed: int) -> list[list[Way]]:
 def run_cell(cell: Cell, end_s: float = END_S) -> Record:
     """Run a cell: groups of `span` servers, and other traffic in bursts."""
     unit, span = Unit(), int(cell.settings["span"])
-    ways = ways_of(unit, span, cell.seed)
-    capacity, traffic = unit.capacity_bytes_per_s(), Traffic(background=cell.settings["background"])
-    idle_s = [min(way.idle_s(capacity) for way in choices) for choices in ways]
+    priced_options = priced_options_of(unit, span, cell.seed)
+    capacity, traffic = unit.capacity_bytes_per_s(), TensorTraffic(background=cell.settings["background"])
+    idle_s = [min(priced.idle_s(capacity) for priced in choices) for choices in priced_options]
     only = {RINGS: "hierarchical-ring", AGGREGATION: "hierarchical-ina"}.get(cell.policy, "")
-    ways = [[way for way in choices if way.option.name.startswith(only)] for choices in ways]
-    scheduler = _scheduler(cell, ways, capacity)
+    priced_options = [
+        [priced for priced in choices if priced.option.name.startswith(only)] for choices in priced_options
+    ]
+    scheduler = _scheduler(cell, priced_options, capacity)
     shared = range(2 * unit.servers * unit.tracks)
-    reduced = AllReduceSimulation(ways, idle_s, capacity, scheduler, traffic, cell.seed, shared).run(end_s)
+    reduced = AllReduceSimulation(priced_options, idle_s, capacity, scheduler, traffic, cell.seed, shared).run(end_s)
     config = {"end_s": end_s, "nic_bytes_per_s": NIC_BYTES_PER_S, "slots_bytes_per_s": SLOTS_BYTES_PER_S}
     return Record(
         key=cell.key,
@@ -132,13 +136,13 @@ def run_cell(cell: Cell, end_s: float = END_S) -> Record:
     )
 
 
-def _scheduler(cell: Cell, ways: list[list[Way]], capacity: FloatArray) -> Scheduler:
-    options = [[way.option for way in choices] for choices in ways]
+def _scheduler(cell: Cell, priced_options: list[list[PricedOption]], capacity: FloatArray) -> AllReduceScheduler:
+    options = [[priced.option for priced in choices] for choices in priced_options]
     if cell.policy == TABLE:
         return PeriodicTable(options, capacity, TABLE_PERIOD_S)
     policy = cell.policy if cell.policy not in (STALE, RINGS, AGGREGATION) else "outstanding"
     if cell.policy == STALE:
-        return Replicas([CollectiveScheduler(options, capacity, policy) for _ in range(REPLICAS)], SYNC_EVERY)
+        return SchedulerReplicas([CollectiveScheduler(options, capacity, policy) for _ in range(REPLICAS)], SYNC_EVERY)
     return CollectiveScheduler(options, capacity, policy, cell.seed)
 
 

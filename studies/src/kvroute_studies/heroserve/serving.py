@@ -20,7 +20,7 @@ from kvroute.planner.placement.search import Placement
 from kvroute.planner.placement.simulation import poisson_trace
 from kvroute.sim.metrics import Outcomes
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import SimSettings, Slo
+from kvroute.sim.settings import SimSpec, Slo
 from kvroute.topology import Cluster, build
 from kvroute.types import FloatArray
 from kvroute_studies.heroserve.setup import (
@@ -142,7 +142,7 @@ def run_memory(cell: Cell) -> Record:
     case = _planned(cell, _HALF)
     cluster, run, settings = _simulated(case, cell.seed)
     at_s, shares = kv_shares(cluster, run.outcomes, settings.warmup_s)
-    decode = [one for one in cluster.instances if one.role == "decode"]
+    decode = [instance for instance in cluster.instances if instance.role == "decode"]
     capacity_gb = sum(one.kv_capacity_bytes for one in decode) / 1e9
     gpus = sum(len(one.gpus) for one in case.placement.decode)
     figures = {
@@ -165,7 +165,7 @@ def _planned(cell: Cell, wire: int) -> _Case:
     return _Case(problem, placed, placed.rate_per_s)
 
 
-def _simulated(case: _Case, seed: int) -> tuple[Cluster, Run, SimSettings]:
+def _simulated(case: _Case, seed: int) -> tuple[Cluster, Run, SimSpec]:
     """Run Poisson arrivals; the decode instances keep no cache, because requests share no prefix."""
     problem, placed = case.problem, case.placement
     cluster = build(cluster_file(problem, named(problem, placed.prefill, placed.decode)))
@@ -173,7 +173,7 @@ def _simulated(case: _Case, seed: int) -> tuple[Cluster, Run, SimSettings]:
     count = round(min(max(REQUESTS_MIN, case.rate_per_s * RELAXATIONS * relaxation_s), REQUESTS_MAX))
     slo = Slo(ttft_s=problem.objective.ttft_s, tpot_s=problem.objective.tpot_s)
     warmup_s = min(WARMUP_RELAXATIONS * relaxation_s, 0.5 * count / case.rate_per_s)
-    settings = SimSettings(slo=slo, warmup_s=warmup_s, decode_cache=False)
+    settings = SimSpec(slo=slo, warmup_s=warmup_s, decode_cache=False)
     trace = poisson_trace(problem, count, case.rate_per_s, seed)
     return cluster, simulate(cluster, trace, ControlSpec(decode="foresight"), settings, seed=seed), settings
 
@@ -191,7 +191,7 @@ def _record(
     cell: Cell,
     case: _Case,
     run: Run,
-    settings: SimSettings,
+    settings: SimSpec,
     figures: dict[str, float],
     series: dict[str, tuple[tuple[float, float], ...]] | None = None,
 ) -> Record:
@@ -220,7 +220,7 @@ def _record(
 def _about(instances: tuple[PlacedInstance, ...]) -> str:
     """Return instances such as `2 x TP8 PP1 over 4 servers, hierarchical-ina`."""
     first = instances[0]
-    schemes = ",".join(dict.fromkeys(scheme or "none" for one in instances for scheme in one.schemes))
+    schemes = ",".join(dict.fromkeys(scheme or "none" for instance in instances for scheme in instance.schemes))
     count, split = len(instances), first.split
     return f"{count} x TP{split.tp} PP{split.pp} over {first.servers} servers, {schemes}"
 
@@ -246,7 +246,7 @@ def kv_shares(cluster: Cluster, outcomes: Outcomes, warmup_s: float) -> tuple[Fl
     Memory for prompt and output is reserved from the end of the prefill to the last token.
     """
     at_s = np.linspace(warmup_s, float(outcomes.arrived_s.max()), SAMPLES)
-    decode = [number for number, one in enumerate(cluster.instances) if one.role == "decode"]
+    decode = [number for number, instance in enumerate(cluster.instances) if instance.role == "decode"]
     shares = np.zeros((len(decode), SAMPLES))
     tokens = (outcomes.input_tokens + outcomes.output_tokens).astype(np.float64)
     begin_s = np.where(np.isfinite(outcomes.prefill_finished_s), outcomes.prefill_finished_s, np.inf)

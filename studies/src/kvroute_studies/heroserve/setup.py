@@ -15,7 +15,7 @@ from kvroute.planner.placement.instances import Builder
 from kvroute.planner.placement.problem import GpuKind, Objective, PlacementProblem, read_placement
 from kvroute.planner.placement.schema import Phase
 from kvroute.planner.placement.search import Placement, Search
-from kvroute.sim.metrics import Counts, Spread, Summary, TtftParts
+from kvroute.sim.metrics import RequestCounts, Spread, Summary, TtftParts
 from kvroute.topology.place import Shards
 from kvroute.topology.schema import WireType
 from kvroute.types import InputError
@@ -29,7 +29,7 @@ WIRES: dict[int, WireType] = {2: "fp16", 4: "int32"}
 
 
 @dataclass(frozen=True, slots=True)
-class Hardware:
+class EvaluatedHardware:
     """A model and the servers on which it is evaluated."""
 
     model: str
@@ -46,7 +46,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class EvaluatedWorkload:
     """Lengths of the requests and their objectives."""
 
     lengths: str
@@ -59,27 +59,27 @@ _H100 = "h100: {memory: 80 GB, tflops: 989, memory_bandwidth: 3350 GB/s}"
 _TESTBED = """a100: {nodes: "a*", memory: 40 GB, tflops: 312, memory_bandwidth: 1555 GB/s}
     v100: {nodes: "v*", memory: 32 GB, tflops: 112, memory_bandwidth: 900 GB/s}"""
 HARDWARE = {
-    "opt-66b": Hardware(
+    "opt-66b": EvaluatedHardware(
         "opt-66b", 8, _A100, "300 GB/s", "100 Gbps", (("a", 2, 4, "300 GB/s"), ("v", 2, 4, "150 GB/s")), _TESTBED
     ),
-    "opt-175b": Hardware("opt-175b", 16, _A100, "300 GB/s", "100 Gbps", (("a", 6, 8, "300 GB/s"),)),
-    "llama-3.3-70b": Hardware("llama-3.3-70b", 8, _H100, "450 GB/s", "400 Gbps", (("h", 4, 8, "450 GB/s"),)),
+    "opt-175b": EvaluatedHardware("opt-175b", 16, _A100, "300 GB/s", "100 Gbps", (("a", 6, 8, "300 GB/s"),)),
+    "llama-3.3-70b": EvaluatedHardware("llama-3.3-70b", 8, _H100, "450 GB/s", "400 Gbps", (("h", 4, 8, "450 GB/s"),)),
 }
 _CHAT = "{kind: log-normal, mu: 5.0, sigma: 1.1, least: 4, most: 2048}"
 _SUMMARIES = "{kind: log-normal, mu: 8.0, sigma: 0.7, least: 256, most: 16384}"
 """Median prompt of 2,980 tokens; kvroute's assumption for LongBench. OPT itself was trained for 2,048."""
 WORKLOADS = {
-    "opt-66b-chat": Workload(_CHAT, 200, Objective(2.5, 0.15)),
-    "opt-66b-summaries": Workload(_SUMMARIES, 100, Objective(15.0, 0.15)),
-    "opt-175b-chat": Workload(_CHAT, 200, Objective(4.0, 0.2)),
-    "opt-175b-summaries": Workload(_SUMMARIES, 100, Objective(25.0, 0.2)),
-    "llama-3.3-70b-chat": Workload(_CHAT, 200, Objective(1.0, 0.05)),
-    "llama-3.3-70b-summaries": Workload(_SUMMARIES, 100, Objective(5.0, 0.05)),
+    "opt-66b-chat": EvaluatedWorkload(_CHAT, 200, Objective(2.5, 0.15)),
+    "opt-66b-summaries": EvaluatedWorkload(_SUMMARIES, 100, Objective(15.0, 0.15)),
+    "opt-175b-chat": EvaluatedWorkload(_CHAT, 200, Objective(4.0, 0.2)),
+    "opt-175b-summaries": EvaluatedWorkload(_SUMMARIES, 100, Objective(25.0, 0.2)),
+    "llama-3.3-70b-chat": EvaluatedWorkload(_CHAT, 200, Objective(1.0, 0.05)),
+    "llama-3.3-70b-summaries": EvaluatedWorkload(_SUMMARIES, 100, Objective(5.0, 0.05)),
 }
 """By profile: a model of `HARDWARE` and the kind of requests; objectives of OPT as published (V-A)."""
 
 
-def unit_text(hardware: Hardware, span: int, fallback_share: float = 0.0, wire: WireType = "int32") -> str:
+def unit_text(hardware: EvaluatedHardware, span: int, fallback_share: float = 0.0, wire: WireType = "int32") -> str:
     """Return the cluster file of the servers below one access switch that aggregates, without a workload.
 
     Args:
@@ -191,7 +191,7 @@ def no_requests(cell: Cell) -> Summary:
     return Summary(
         policy=cell.policy,
         seed=cell.seed,
-        requests=Counts(arrived=0, finished=0, rejected=0, in_flight=0),
+        requests=RequestCounts(arrived=0, finished=0, rejected=0, in_flight=0),
         measured=0,
         ttft_s=Spread(),
         ttft_parts_s=TtftParts(),

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from kvroute.planner.comparison.cells import Record
 from kvroute.report.estimate import estimate, estimate_entry
-from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
+from kvroute.report.grid import UNKNOWN, Grid, GridEntry, Heading
 from kvroute_studies.shared.cells import Experiment
-from kvroute_studies.shared.findings import Finding, Holds
+from kvroute_studies.shared.findings import ExpectationFinding, Holds
 from kvroute_studies.shared.heroserve_baselines import BASELINES, HERO, WITHOUT
 
 SAME = 0.02
@@ -122,10 +122,10 @@ def cells_grid(experiment: Experiment, records: Sequence[Record]) -> Grid:
             if runs := at(records, profile, point, policy):
                 labels = (profile, *(axis_text(axis, value) for axis, value in zip(axes, point, strict=True)), policy)
                 numbers = (
-                    estimate_entry(estimate(one.figures.get(figure) for one in runs), digits)
+                    estimate_entry(estimate(run.figures.get(figure) for run in runs), digits)
                     for figure, _, digits in view.columns
                 )
-                rows.append((*map(Entry, labels), *numbers))
+                rows.append((*map(GridEntry, labels), *numbers))
     return Grid(experiment.title, headings, tuple(rows), labels=2 + len(axes))
 
 
@@ -136,15 +136,15 @@ def axis_text(axis: str, value: float) -> str:
 
 def points_of(records: Sequence[Record]) -> list[tuple[str, tuple[float, ...]]]:
     """Return the profiles and axis values in the order of the cells."""
-    return list(dict.fromkeys((one.cell.profile, tuple(one.cell.settings.values())) for one in records))
+    return list(dict.fromkeys((record.cell.profile, tuple(record.cell.settings.values())) for record in records))
 
 
 def at(records: Sequence[Record], profile: str, point: tuple[float, ...], policy: str) -> list[Record]:
     """Return the runs of a policy at a point, by seed."""
     return [
-        one
-        for one in records
-        if (one.cell.profile, one.cell.policy, tuple(one.cell.settings.values())) == (profile, policy, point)
+        record
+        for record in records
+        if (record.cell.profile, record.cell.policy, tuple(record.cell.settings.values())) == (profile, policy, point)
     ]
 
 
@@ -153,10 +153,10 @@ def gains(records: Sequence[Record], metric: Metric, baseline: str) -> dict[tupl
     both are left out, and those at which one of both is overloaded if the metric says so."""
     skipped = overloaded(records, baseline) | overloaded(records, HERO) if metric.under_load else set()
     values: dict[tuple[str, tuple[float, ...]], dict[tuple[str, int], float]] = {}
-    for one in records:
-        if metric.figure in one.figures:
-            point = one.cell.profile, tuple(one.cell.settings.values())
-            values.setdefault(point, {})[one.cell.policy, one.cell.seed] = one.figures[metric.figure]
+    for record in records:
+        if metric.figure in record.figures:
+            point = record.cell.profile, tuple(record.cell.settings.values())
+            values.setdefault(point, {})[record.cell.policy, record.cell.seed] = record.figures[metric.figure]
     found = {}
     for point, runs in values.items():
         if point in skipped:
@@ -172,10 +172,10 @@ def gains(records: Sequence[Record], metric: Metric, baseline: str) -> dict[tupl
 def overloaded(records: Sequence[Record], policy: str) -> set[tuple[str, tuple[float, ...]]]:
     """Return the points at which fewer than 90 % of the requests of a policy meet the SLOs, in the mean over seeds."""
     found: dict[tuple[str, tuple[float, ...]], list[float]] = {}
-    for one in records:
-        if one.cell.policy == policy and "attainment" in one.figures:
-            point = one.cell.profile, tuple(one.cell.settings.values())
-            found.setdefault(point, []).append(one.figures["attainment"])
+    for record in records:
+        if record.cell.policy == policy and "attainment" in record.figures:
+            point = record.cell.profile, tuple(record.cell.settings.values())
+            found.setdefault(point, []).append(record.figures["attainment"])
     return {point for point, shares in found.items() if sum(shares) < LEAST_ATTAINMENT * len(shares)}
 
 
@@ -204,8 +204,8 @@ def _range_grid(experiment: Experiment, records: Sequence[Record], metric: Metri
     headings = (*(Heading(axis) for axis in axes if axis in rows), *(Heading(f"over {name}") for name in baselines))
     entries = [
         (
-            *map(Entry, row),
-            *(Entry(_range(by_baseline.get(name, []), missing.get((row, name), 0))) for name in baselines),
+            *map(GridEntry, row),
+            *(GridEntry(_range(by_baseline.get(name, []), missing.get((row, name), 0))) for name in baselines),
         )
         for row, by_baseline in found.items()
     ]
@@ -224,7 +224,7 @@ def _range(values: Sequence[float], missing: int) -> str:
     return (low if low == high else f"{low} to {high}") + left_out
 
 
-def heroserve_findings(experiment: Experiment, records: Sequence[Record]) -> list[Finding]:
+def heroserve_findings(experiment: Experiment, records: Sequence[Record]) -> list[ExpectationFinding]:
     """Return for each metric and baseline whether HeroServe is at least as good everywhere, and where aggregation
     brings nothing."""
     found = []
@@ -238,7 +238,7 @@ def heroserve_findings(experiment: Experiment, records: Sequence[Record]) -> lis
 
 def _finding(
     experiment: Experiment, metric: Metric, baseline: str, ratios: dict[tuple[str, tuple[float, ...]], float]
-) -> Finding:
+) -> ExpectationFinding:
     better = sum(gain > 1 + SAME for gain in ratios.values())
     worse = sum(gain < 1 - SAME for gain in ratios.values())
     holds: Holds = "does not hold" if worse > better else "unclear" if worse or not better else "holds"
@@ -250,7 +250,7 @@ def _finding(
         sentence += (
             f" Aggregation brings nothing at {len(ratios) - better - worse} points: {_nothing(experiment, ratios)}."
         )
-    return Finding("all", f"{metric.title}: {HERO} is better than {baseline}", holds, sentence)
+    return ExpectationFinding("all", f"{metric.title}: {HERO} is better than {baseline}", holds, sentence)
 
 
 def _nothing(experiment: Experiment, ratios: dict[tuple[str, tuple[float, ...]], float]) -> str:

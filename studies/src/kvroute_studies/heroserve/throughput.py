@@ -6,13 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kvroute_engine.agent.schemes import SCHEMES, Scheme
-
 from kvroute.collectives import INA_SCHEMES, Aggregation, AllReduce, all_seconds
 from kvroute.planner.comparison.cells import Cell, Record
 from kvroute.sim.groups.switch_network import SwitchLinks, SwitchNetwork, random_values
 from kvroute.topology import Cluster, parse
 from kvroute.topology.schema import WireType
+from kvroute_engine.agent.schemes import SCHEMES, Scheme
 from kvroute_engine.switch.wire import CHUNK_VALUES, DATA_BYTES
 from kvroute_studies.heroserve.setup import no_requests
 from kvroute_studies.shared.cells import Experiment

@@ -19,7 +19,7 @@ TABLE_II = {
 ROUNDS = 6
 
 
-class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+class CalibrationFit(msgspec.Struct, frozen=True, kw_only=True):
     """The four fitted numbers, and the values of the three rows that result on the slice used for fitting."""
 
     prefill_per_token_s: float
@@ -30,7 +30,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     tbt_s: dict[str, float]
 
 
-def calibrate(study: Study, seeds: tuple[int, ...] = (0, 1, 2)) -> Calibration:
+def calibrate(study: Study, seeds: tuple[int, ...] = (0, 1, 2)) -> CalibrationFit:
     """Fit the prefill slope to TTFT minus transfer time, and the decode line to TBT; no other value of the table is
     used.
 
@@ -61,7 +61,7 @@ def calibrate(study: Study, seeds: tuple[int, ...] = (0, 1, 2)) -> Calibration:
         )
         study = replace(study, reading=msgspec.structs.replace(reading, times=times))
     rest_s, tbt_s, _ = _measure(study, seeds)
-    return Calibration(
+    return CalibrationFit(
         prefill_per_token_s=study.reading.times.prefill_per_token_s,
         decode_base_s=study.reading.times.decode_base_s,
         decode_per_request_s=study.reading.times.decode_per_request_s,
@@ -89,7 +89,9 @@ def _measure(study: Study, seeds: tuple[int, ...]) -> tuple[dict[str, float], di
             for seed in seeds
         ]
         summaries = [run.summary for run in runs]
-        rest_s[policy] = float(np.mean([(one.ttft_s.mean or 0.0) - (one.transfer_s.mean or 0.0) for one in summaries]))
-        tbt_s[policy] = float(np.mean([one.tbt_s.mean or 0.0 for one in summaries]))
+        rest_s[policy] = float(
+            np.mean([(summary.ttft_s.mean or 0.0) - (summary.transfer_s.mean or 0.0) for summary in summaries])
+        )
+        tbt_s[policy] = float(np.mean([summary.tbt_s.mean or 0.0 for summary in summaries]))
         tokens = float(np.mean(runs[0].outcomes.input_tokens))
     return rest_s, tbt_s, tokens

@@ -15,7 +15,7 @@ from kvroute_studies.netkv.readings import reading
 from kvroute_studies.netkv.setup import Study, check_trace, config_of, run_cell
 from kvroute_studies.netkv.tuning import Tuned, tune
 from kvroute_studies.shared.cells import Experiment
-from kvroute_studies.shared.family import Family, Results, Sweeps, write_each
+from kvroute_studies.shared.family import ExperimentFamily, Results, Sweeps, write_each
 from kvroute_studies.shared.sweeps import RunOptions
 
 
@@ -87,7 +87,7 @@ def _latency_note(one: Experiment, records: Sequence[Record]) -> list[str]:
     return [f"Median decision of {one.versus[0]}, on this machine: {sizes}"] if sizes else []
 
 
-FAMILY = Family(
+FAMILY = ExperimentFamily(
     EXPERIMENTS,
     prepare=_prepare,
     begin=_begin,

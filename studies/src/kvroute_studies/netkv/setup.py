@@ -15,7 +15,7 @@ import xxhash
 from kvroute.control import ControlSpec
 from kvroute.planner.comparison.cells import Cell, Record
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import Background, SimSettings, Slo
+from kvroute.sim.settings import Background, SimSpec, Slo
 from kvroute.sim.workload import (
     PROFILES,
     Trace,
@@ -113,7 +113,7 @@ def run_cell(study: Study, cell: Cell) -> Record:
 def run_of(study: Study, cell: Cell) -> Run:
     """Return the run behind a cell, with the times of every request."""
     reading, profile = study.reading, PROFILES[cell.profile]
-    settings = SimSettings(
+    settings = SimSpec(
         prefill_queueing=reading.prefill_queueing,
         background=Background.uniform(cell.settings.get("background", reading.background)),
         oracle_refresh_s=cell.settings.get("refresh_s", 1.0),

@@ -18,7 +18,7 @@ from kvroute_studies.never_worse.run import Runner, Traces, results_of, tune
 from kvroute_studies.never_worse.tables import headline_grid, losses_grid, seen_grid, terms_grid
 from kvroute_studies.never_worse.verdicts import ABLATION, EXPERIMENTS, FORESEEN, MATRIX, SEEN_SEEDS
 from kvroute_studies.shared.cells import Experiment
-from kvroute_studies.shared.family import Family, Results, Sweeps
+from kvroute_studies.shared.family import ExperimentFamily, Results, Sweeps
 from kvroute_studies.shared.sweeps import RunOptions
 
 
@@ -69,8 +69,8 @@ def _runnable(one: Experiment, options: RunOptions, missing: dict[str, str]) -> 
 
 def _begin(sweeps: Sweeps) -> Matrix:
     options, traces = sweeps.options, Traces.of(sweeps.options.trace_dir)
-    for one in sweeps.experiments:
-        results_of(sweeps.path(one.name))
+    for experiment in sweeps.experiments:
+        results_of(sweeps.path(experiment.name))
     # Only CLA* has weights to tune; the descent also starts from it.
     policies = ("cla", "clairvoyant")
     tunable = {cell.profile for cells in sweeps.cells.values() for cell in cells if cell.policy in policies}
@@ -92,13 +92,13 @@ def _write_pages(results: Results[Matrix]) -> None:
 
 def _print_tables(results: Results[Matrix]) -> None:
     stored, grids = results.study.stored, list[Grid]()
-    for one in results.sweeps.experiments:
-        if one.name == MATRIX.name:
-            grids += [losses_grid(stored[one.name]), headline_grid(stored[one.name])]
-        elif one.name == ABLATION.name:
-            grids.append(terms_grid(stored[one.name], stored[MATRIX.name]))
+    for experiment in results.sweeps.experiments:
+        if experiment.name == MATRIX.name:
+            grids += [losses_grid(stored[experiment.name]), headline_grid(stored[experiment.name])]
+        elif experiment.name == ABLATION.name:
+            grids.append(terms_grid(stored[experiment.name], stored[MATRIX.name]))
         else:
-            grids.append(seen_grid(stored[one.name]))
+            grids.append(seen_grid(stored[experiment.name]))
     shown = [grid for grid in grids if grid.rows]
     for grid in shown:
         console().print(rich_table(grid, console().width))
@@ -108,8 +108,8 @@ def _print_tables(results: Results[Matrix]) -> None:
 
 def _print_runs(results: Results[Matrix]) -> None:
     """Print the runs themselves, because there is no pair of policies to compare."""
-    for one in results.sweeps.experiments:
-        if records := results.records[one.name]:
+    for experiment in results.sweeps.experiments:
+        if records := results.records[experiment.name]:
             limits = {PROFILES[CASES[record.cell.profile].profile].ttft_slo_s for record in records}
             limit_s = limits.pop() if len(limits) == 1 else None
             runs = [record.summary for record in records]
@@ -126,7 +126,7 @@ def _closing(results: Results[Matrix]) -> list[str]:
     ]
 
 
-FAMILY = Family(
+FAMILY = ExperimentFamily(
     EXPERIMENTS,
     prepare=_prepare,
     begin=_begin,

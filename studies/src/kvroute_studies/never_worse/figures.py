@@ -11,7 +11,7 @@ from matplotlib.ticker import NullLocator
 from kvroute.planner.comparison.cells import Record
 from kvroute.report.drawing import FAINT, INK, grid, legend_above, line_style, nothing, panels, plain, style
 from kvroute_studies.never_worse.cases import CASES
-from kvroute_studies.never_worse.findings import OURS, Pairing, pairs, tbt_s, terms
+from kvroute_studies.never_worse.findings import OURS, PolicyPairing, pairs, tbt_s, terms
 from kvroute_studies.never_worse.verdicts import RIVALS
 
 _LYING = "#b5472f"
@@ -45,7 +45,7 @@ def ratios(matrix: Sequence[Record]) -> Figure:
     return figure
 
 
-def _dot(axes: Axes, each: Pairing, y: float) -> None:
+def _dot(axes: Axes, each: PolicyPairing, y: float) -> None:
     error = 2 * each.error / each.theirs if each.error and each.theirs else 0.0
     colour = _LYING if CASES[each.case].oracle == "lying" else line_style(each.second).colour
     if each.ratio < _RATIOS[0]:
@@ -60,8 +60,8 @@ def trade(matrix: Sequence[Record]) -> Figure:
     with style():
         figure, ((axes,),) = panels(1, 1, width=6.2, height=3.4)
         for name in ("netkv", OURS):
-            ttft = {each.case: each.ratio - 1 for each in pairs(matrix, "cla", first=name)}
-            tbt = {each.case: each.difference * 1e3 for each in pairs(matrix, "cla", tbt_s, first=name)}
+            ttft = {pair.case: pair.ratio - 1 for pair in pairs(matrix, "cla", first=name)}
+            tbt = {pair.case: pair.difference * 1e3 for pair in pairs(matrix, "cla", tbt_s, first=name)}
             both = [case for case in ttft if case in tbt]
             if not both:
                 return nothing(figure, "no cell has both")

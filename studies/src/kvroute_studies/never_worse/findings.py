@@ -17,7 +17,7 @@ from kvroute.report.series import of_profile, profiles_of
 from kvroute.sim.metrics import Summary
 from kvroute_studies.never_worse.cases import CASES
 from kvroute_studies.never_worse.verdicts import CLAIRVOYANT, RIVALS
-from kvroute_studies.shared.findings import Finding, Holds
+from kvroute_studies.shared.findings import ExpectationFinding, Holds
 
 OURS = "foresight"
 ERRORS = 2.0
@@ -30,7 +30,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Pairing:
+class PolicyPairing:
     """One metric of two policies in one cell, paired over the seeds that both have."""
 
     case: str
@@ -84,7 +84,9 @@ def goodput_per_s(run: Summary) -> float | None:
     return run.goodput_per_s
 
 
-def pair(records: Sequence[Record], case: str, first: str, second: str, metric: Metric = mean_ttft_s) -> Pairing | None:
+def pair(
+    records: Sequence[Record], case: str, first: str, second: str, metric: Metric = mean_ttft_s
+) -> PolicyPairing | None:
     """Pair the two policies in a cell; None if they have no seed in common."""
     a, b = (
         {
@@ -100,23 +102,25 @@ def pair(records: Sequence[Record], case: str, first: str, second: str, metric: 
     gaps = np.array([a[seed] - b[seed] for seed in seeds])
     error = float(gaps.std(ddof=1)) / sqrt(len(seeds)) if len(seeds) > 1 else None
     ours, theirs = (float(np.mean([some[seed] for seed in seeds])) for some in (a, b))
-    return Pairing(case, first, second, ours, theirs, float(gaps.mean()), error, len(seeds))
+    return PolicyPairing(case, first, second, ours, theirs, float(gaps.mean()), error, len(seeds))
 
 
-def pairs(records: Sequence[Record], second: str, metric: Metric = mean_ttft_s, first: str = OURS) -> list[Pairing]:
+def pairs(
+    records: Sequence[Record], second: str, metric: Metric = mean_ttft_s, first: str = OURS
+) -> list[PolicyPairing]:
     """Pair one policy with another in every cell that has both."""
     found = (pair(of_profile(records, case), case, first, second, metric) for case in profiles_of(records))
     return [each for each in found if each is not None]
 
 
-def honest(found: Iterable[Pairing]) -> list[Pairing]:
+def without_lying_oracle(found: Iterable[PolicyPairing]) -> list[PolicyPairing]:
     """Return the pairings of cells whose oracle does not lie."""
     return [each for each in found if CASES[each.case].oracle != "lying"]
 
 
-def losses(records: Sequence[Record]) -> list[Pairing]:
+def losses(records: Sequence[Record]) -> list[PolicyPairing]:
     """Return the cells where foresight's mean TTFT is significantly above a rival's, the worst first."""
-    found = [each for rival in RIVALS for each in pairs(records, rival) if each.is_higher]
+    found = [pair for rival in RIVALS for pair in pairs(records, rival) if pair.is_higher]
     return sorted(found, key=lambda each: (-each.ratio, each.case, each.second))
 
 
@@ -160,21 +164,21 @@ def terms(ablation: Sequence[Record], matrix: Sequence[Record]) -> list[Term]:
         if mean is None:
             continue
         worst = max(ratios, key=lambda case: ratios[case])
-        beside = geometric_mean(each.ratio for each in pairs(ablation, OURS, first=variant))
+        beside = geometric_mean(pair.ratio for pair in pairs(ablation, OURS, first=variant))
         found.append(Term(variant, mean, ratios[worst], worst, len(ratios), beside, float(np.mean(slower))))
     return found
 
 
-def matrix_findings(matrix: Sequence[Record], seen: Sequence[Record]) -> list[Finding]:
+def matrix_findings(matrix: Sequence[Record], seen: Sequence[Record]) -> list[ExpectationFinding]:
     """Return every claim on the matrix, and on the cells compared with the clairvoyant search."""
     return [*_nowhere_worse(matrix), *_leads(matrix), _p99(matrix), _tbt(matrix), *_goodput(matrix), *_seen(seen)]
 
 
-def _nowhere_worse(matrix: Sequence[Record]) -> list[Finding]:
+def _nowhere_worse(matrix: Sequence[Record]) -> list[ExpectationFinding]:
     found = []
     for rival in RIVALS:
         all_pairs = pairs(matrix, rival)
-        fair = honest(all_pairs)
+        fair = without_lying_oracle(all_pairs)
         lost, won = [each for each in fair if each.is_higher], [each for each in fair if each.is_lower]
         worst = max(lost, key=lambda each: each.ratio, default=None)
         sentence = f"Over {len(fair)} cells, it is lower in {len(won)} and higher in {len(lost)}"
@@ -193,10 +197,10 @@ def _nowhere_worse(matrix: Sequence[Record]) -> list[Finding]:
     return found
 
 
-def _leads(matrix: Sequence[Record]) -> list[Finding]:
+def _leads(matrix: Sequence[Record]) -> list[ExpectationFinding]:
     found = []
     for rival, least in LEADS.items():
-        fair = honest(pairs(matrix, rival))
+        fair = without_lying_oracle(pairs(matrix, rival))
         mean = geometric_mean(each.ratio for each in fair)
         if mean is not None:
             sentence = f"Geometric mean of {len(fair)} ratios of mean TTFT: {mean:.4f}, {1 - mean:.1%} below."
@@ -205,8 +209,8 @@ def _leads(matrix: Sequence[Record]) -> list[Finding]:
     return found
 
 
-def _p99(matrix: Sequence[Record]) -> Finding:
-    fair = [each for rival in RIVALS for each in honest(pairs(matrix, rival, p99_s))]
+def _p99(matrix: Sequence[Record]) -> ExpectationFinding:
+    fair = [each for rival in RIVALS for each in without_lying_oracle(pairs(matrix, rival, p99_s))]
     worse = [each for each in fair if each.is_higher]
     share = len(worse) / max(len(fair), 1)
     details = ", ".join(f"{each.case} against {each.second} ({each.ratio - 1:+.1%})" for each in _worst(worse))
@@ -216,10 +220,10 @@ def _p99(matrix: Sequence[Record]) -> Finding:
     return _finding("truthful or silent oracle", claim, share <= P99_SHARE, sentence, fair)
 
 
-def _tbt(matrix: Sequence[Record]) -> Finding:
-    fair = honest(pairs(matrix, "cla", tbt_s))
+def _tbt(matrix: Sequence[Record]) -> ExpectationFinding:
+    fair = without_lying_oracle(pairs(matrix, "cla", tbt_s))
     over = [each for each in fair if each.difference > TBT_WITHIN_S]
-    theirs = {each.case: each.difference for each in pairs(matrix, "cla", tbt_s, first="netkv")}
+    theirs = {pair.case: pair.difference for pair in pairs(matrix, "cla", tbt_s, first="netkv")}
     details = "; ".join(
         f"{each.case} {each.difference * 1e3:+.2f} ms (netkv {theirs.get(each.case, 0.0) * 1e3:+.2f})"
         for each in sorted(over, key=lambda each: -each.difference)[:6]
@@ -228,10 +232,10 @@ def _tbt(matrix: Sequence[Record]) -> Finding:
     return _finding("truthful or silent oracle", "TBT within 1 ms of cla", not over, sentence, fair)
 
 
-def _goodput(matrix: Sequence[Record]) -> list[Finding]:
+def _goodput(matrix: Sequence[Record]) -> list[ExpectationFinding]:
     found = []
     for rival in RIVALS:
-        fair = honest(pairs(matrix, rival, goodput_per_s))
+        fair = without_lying_oracle(pairs(matrix, rival, goodput_per_s))
         lost, won = [each for each in fair if each.is_lower], [each for each in fair if each.is_higher]
         worst = min(lost, key=lambda each: each.ratio, default=None)
         sentence = f"Over {len(fair)} cells, it is higher in {len(won)} and lower in {len(lost)}"
@@ -247,8 +251,8 @@ def _goodput(matrix: Sequence[Record]) -> list[Finding]:
     return found
 
 
-def _seen(seen: Sequence[Record]) -> list[Finding]:
-    ratios = {name: [each.ratio for each in pairs(seen, CLAIRVOYANT, first=name)] for name in (OURS, "netkv", "cla")}
+def _seen(seen: Sequence[Record]) -> list[ExpectationFinding]:
+    ratios = {name: [pair.ratio for pair in pairs(seen, CLAIRVOYANT, first=name)] for name in (OURS, "netkv", "cla")}
     means = {name: mean for name, some in ratios.items() if (mean := geometric_mean(some)) is not None}
     if OURS not in means:
         return []
@@ -262,12 +266,12 @@ def _seen(seen: Sequence[Record]) -> list[Finding]:
     ]
 
 
-def _worst(found: Sequence[Pairing]) -> list[Pairing]:
+def _worst(found: Sequence[PolicyPairing]) -> list[PolicyPairing]:
     return sorted(found, key=lambda each: (-each.ratio, each.case))[:3]
 
 
-def _finding(profile: str, claim: str, holds: bool, sentence: str, some: Sequence[Pairing]) -> Finding:
+def _finding(profile: str, claim: str, holds: bool, sentence: str, some: Sequence[PolicyPairing]) -> ExpectationFinding:
     if not some or any(each.error is None for each in some):
-        return Finding(profile, claim, "unclear", sentence + " One seed cannot show significance.")
+        return ExpectationFinding(profile, claim, "unclear", sentence + " One seed cannot show significance.")
     verdict: Holds = "holds" if holds else "does not hold"
-    return Finding(profile, claim, verdict, sentence)
+    return ExpectationFinding(profile, claim, verdict, sentence)

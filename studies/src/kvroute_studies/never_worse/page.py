@@ -15,10 +15,10 @@ from kvroute_studies.never_worse.figures import ratios, trade, worth
 from kvroute_studies.never_worse.findings import (
     OURS,
     geometric_mean,
-    honest,
     losses,
     matrix_findings,
     pairs,
+    without_lying_oracle,
 )
 from kvroute_studies.never_worse.tables import (
     cells_grid,
@@ -83,10 +83,10 @@ def write_never_worse(
 
 def verdict(matrix: Sequence[Record]) -> str:
     """Summarize all cells in one sentence."""
-    lost = {each.case for each in losses(matrix)}
+    lost = {loss.case for loss in losses(matrix)}
     gaps = []
     for rival in ("netkv", "cla"):
-        mean = geometric_mean(each.ratio for each in honest(pairs(matrix, rival)))
+        mean = geometric_mean(each.ratio for each in without_lying_oracle(pairs(matrix, rival)))
         if mean is not None:
             gap = f"{abs(1 - mean):.1%}"
             gaps.append(f"equal to {rival}'s" if gap == "0.0%" else f"{gap} {'below' if mean < 1 else 'above'} {rival}")

@@ -15,7 +15,7 @@ from kvroute.control import ControlSpec
 from kvroute.planner.comparison.cells import Cell, Record
 from kvroute.sim.metrics import window
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import Background, SimSettings, Slo
+from kvroute.sim.settings import Background, SimSpec, Slo
 from kvroute.sim.workload import PROFILES
 from kvroute.topology.drafts.builders import LLAMA_70B_TP4
 from kvroute.types import InputError
@@ -130,16 +130,16 @@ class Runner:
         }
 
 
-def figures_of(run: Run, settings: SimSettings) -> dict[str, float]:
-    """Return the mean response time (arrival to last token) and the share of requests that were served alone; empty if
+def figures_of(run: Run, settings: SimSpec) -> dict[str, float]:
+    """Return the mean response time (arrival to last token) and the share of aggregated requests; empty if
     none has ended."""
     rows = run.outcomes
     inside = window(rows, settings)
     response_s = (rows.finished_s - rows.arrived_s)[inside]
     if np.isnan(response_s).all():
         return {}
-    alone = (rows.source == rows.target)[inside] & (rows.source[inside] >= 0)
-    return {"response_s": float(np.nanmean(response_s)), "alone_share": float(alone.mean())}
+    aggregated = (rows.source == rows.target)[inside] & (rows.source[inside] >= 0)
+    return {"response_s": float(np.nanmean(response_s)), "aggregated_share": float(aggregated.mean())}
 
 
 def spec_of(case: Case, policy: str, weights: Weights | None) -> ControlSpec:
@@ -153,9 +153,9 @@ def spec_of(case: Case, policy: str, weights: Weights | None) -> ControlSpec:
     )
 
 
-def settings_of(case: Case, study: Study) -> SimSettings:
+def settings_of(case: Case, study: Study) -> SimSpec:
     """Return a case's assumptions about engines, network and window."""
-    return SimSettings(
+    return SimSpec(
         prefill_queueing=study.reading.prefill_queueing,
         background=Background(per_tier=case.background, burst_per_tier=case.burst, burst_every_s=case.burst_every_s),
         oracle_refresh_s=case.refresh_s,

@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from kvroute.planner.comparison.cells import Record
 from kvroute.report.estimate import estimate
-from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading
+from kvroute.report.grid import UNKNOWN, Grid, GridEntry, Heading
 from kvroute.report.series import of_profile, profiles_of
 from kvroute_studies.never_worse.cases import CASES
 from kvroute_studies.never_worse.findings import (
     OURS,
-    Pairing,
+    PolicyPairing,
     geometric_mean,
     goodput_per_s,
-    honest,
     losses,
     p99_s,
     pair,
@@ -22,6 +21,7 @@ from kvroute_studies.never_worse.findings import (
     refused_share,
     tbt_s,
     terms,
+    without_lying_oracle,
 )
 from kvroute_studies.never_worse.verdicts import BASELINES, CLAIRVOYANT, RIVALS, SEEN
 
@@ -53,26 +53,26 @@ def losses_grid(matrix: Sequence[Record]) -> Grid:
         Heading("why", prose=True),
     )
     rows = []
-    for each in losses(matrix):
+    for loss in losses(matrix):
         p99, tbt, refused = (
-            pair(of_profile(matrix, each.case), each.case, OURS, each.second, metric)
+            pair(of_profile(matrix, loss.case), loss.case, OURS, loss.second, metric)
             for metric in (p99_s, tbt_s, refused_share)
         )
         rows.append(
             (
-                Entry(each.case),
-                Entry(each.second),
-                Entry(CASES[each.case].oracle),
-                Entry(f"{each.ours * 1e3:,.1f}"),
-                Entry(f"{each.theirs * 1e3:,.1f}"),
-                Entry(f"{each.ratio - 1:+.2%}", f"{each.difference * 1e3:+.1f} ± {(each.error or 0) * 1e3:.1f} ms"),
-                Entry(UNKNOWN if p99 is None else f"{p99.ratio:.3f}"),
-                Entry(UNKNOWN if tbt is None else f"{tbt.difference * 1e3:+.2f}"),
+                GridEntry(loss.case),
+                GridEntry(loss.second),
+                GridEntry(CASES[loss.case].oracle),
+                GridEntry(f"{loss.ours * 1e3:,.1f}"),
+                GridEntry(f"{loss.theirs * 1e3:,.1f}"),
+                GridEntry(f"{loss.ratio - 1:+.2%}", f"{loss.difference * 1e3:+.1f} ± {(loss.error or 0) * 1e3:.1f} ms"),
+                GridEntry(UNKNOWN if p99 is None else f"{p99.ratio:.3f}"),
+                GridEntry(UNKNOWN if tbt is None else f"{tbt.difference * 1e3:+.2f}"),
                 _refused(refused),
-                Entry(WHY.get(each.case) or WHY.get(CASES[each.case].axis) or UNEXPLAINED),
+                GridEntry(WHY.get(loss.case) or WHY.get(CASES[loss.case].axis) or UNEXPLAINED),
             )
         )
-    seeds = max((each.seeds for each in losses(matrix)), default=0)
+    seeds = max((loss.seeds for loss in losses(matrix)), default=0)
     caption = "The paired difference exceeds two standard errors; by chance, this also happens for equal policies."
     if seeds:
         caption = f"{seeds} seeds. {caption}"
@@ -104,46 +104,46 @@ def cells_grid(matrix: Sequence[Record], missing: Mapping[str, str]) -> Grid:
         tbt, good = pair(some, case, OURS, "cla", tbt_s), pair(some, case, OURS, "cla", goodput_per_s)
         rows.append(
             (
-                Entry(case),
-                Entry(CASES[case].axis),
+                GridEntry(case),
+                GridEntry(CASES[case].axis),
                 _level(some),
                 *(_ratio(found[name]) for name in others),
                 *(_ratio(p99[name]) for name in RIVALS),
-                Entry(UNKNOWN if tbt is None else f"{tbt.difference * 1e3:+.2f}"),
-                Entry(
+                GridEntry(UNKNOWN if tbt is None else f"{tbt.difference * 1e3:+.2f}"),
+                GridEntry(
                     UNKNOWN if good is None else f"{good.ours:.2f}", "" if good is None else f"{good.difference:+.2f}"
                 ),
                 _refused(pair(some, case, OURS, "cla", refused_share)),
             )
         )
-    empty = [Entry(UNKNOWN)] * (len(headings) - 3)
-    rows += [(Entry(case), Entry(CASES[case].axis), Entry(why), *empty) for case, why in missing.items()]
+    empty = [GridEntry(UNKNOWN)] * (len(headings) - 3)
+    rows += [(GridEntry(case), GridEntry(CASES[case].axis), GridEntry(why), *empty) for case, why in missing.items()]
     caption = "Below a ratio, two standard errors. Bold: foresight is lower by more than that; (!): it is higher."
     return Grid("Every cell", headings, tuple(rows), caption)
 
 
-def _level(some: Sequence[Record]) -> Entry:
+def _level(some: Sequence[Record]) -> GridEntry:
     runs = [record.summary for record in some if record.cell.policy == OURS]
     mean, p99 = estimate(run.ttft_s.mean for run in runs), estimate(run.ttft_s.p99 for run in runs)
     if mean is None:
-        return Entry(UNKNOWN)
-    return Entry(f"{mean.mean * 1e3:,.0f}", "" if p99 is None else f"{p99.mean * 1e3:,.0f}")
+        return GridEntry(UNKNOWN)
+    return GridEntry(f"{mean.mean * 1e3:,.0f}", "" if p99 is None else f"{p99.mean * 1e3:,.0f}")
 
 
-def _refused(found: Pairing | None) -> Entry:
+def _refused(found: PolicyPairing | None) -> GridEntry:
     if found is None:
-        return Entry(UNKNOWN)
+        return GridEntry(UNKNOWN)
     if not (found.ours or found.theirs):
-        return Entry("0")
-    return Entry(f"{found.ours:.1%}", f"{found.theirs:.1%}")
+        return GridEntry("0")
+    return GridEntry(f"{found.ours:.1%}", f"{found.theirs:.1%}")
 
 
-def _ratio(found: Pairing | None) -> Entry:
+def _ratio(found: PolicyPairing | None) -> GridEntry:
     if found is None:
-        return Entry(UNKNOWN)
+        return GridEntry(UNKNOWN)
     text = f"{found.ratio:.3f}" + (" (!)" if found.is_higher else "")
     spread = "one seed" if found.error is None else f"±{2 * found.error / found.theirs:.3f}" if found.theirs else ""
-    return Entry(text, spread, found.is_lower)
+    return GridEntry(text, spread, found.is_lower)
 
 
 def terms_grid(ablation: Sequence[Record], matrix: Sequence[Record]) -> Grid:
@@ -158,16 +158,16 @@ def terms_grid(ablation: Sequence[Record], matrix: Sequence[Record]) -> Grid:
     )
     rows = tuple(
         (
-            Entry(each.variant if each.variant != OURS else "all terms"),
-            Entry(f"{each.mean:.4f}"),
-            Entry(f"{each.worst:.3f}"),
-            Entry(each.worst_case),
-            Entry(UNKNOWN if each.beside is None else f"{each.beside:.4f}"),
-            Entry(f"{each.tbt_s * 1e3:+.2f}"),
+            GridEntry(term.variant if term.variant != OURS else "all terms"),
+            GridEntry(f"{term.mean:.4f}"),
+            GridEntry(f"{term.worst:.3f}"),
+            GridEntry(term.worst_case),
+            GridEntry(UNKNOWN if term.beside is None else f"{term.beside:.4f}"),
+            GridEntry(f"{term.tbt_s * 1e3:+.2f}"),
         )
-        for each in terms(ablation, matrix)
+        for term in terms(ablation, matrix)
     )
-    cells = max((each.cells for each in terms(ablation, matrix)), default=0)
+    cells = max((term.cells for term in terms(ablation, matrix)), default=0)
     return Grid("Ablation: one term removed at a time", headings, rows, f"{cells} cells, all with the same requests.")
 
 
@@ -181,7 +181,7 @@ def seen_grid(seen: Sequence[Record]) -> Grid:
         level = next((each.theirs for each in found.values() if each is not None), None)
         if level is None:
             continue
-        rows.append((Entry(case), Entry(f"{level * 1e3:,.0f}"), *(_ratio(found[name]) for name in names)))
+        rows.append((GridEntry(case), GridEntry(f"{level * 1e3:,.0f}"), *(_ratio(found[name]) for name in names)))
     caption = (
         "Windows of six seconds. The descent moves one request at a time to the instance that gives the lowest mean "
         "TTFT of all requests, until no single move reduces it."
@@ -201,7 +201,7 @@ def headline_grid(matrix: Sequence[Record]) -> Grid:
     )
     rows = []
     for name in (*BASELINES, "foresight-closed", "foresight-joint"):
-        found = honest(pairs(matrix, name))
+        found = without_lying_oracle(pairs(matrix, name))
         if not found:
             continue
         ratios = [each.ratio for each in found]
@@ -209,12 +209,12 @@ def headline_grid(matrix: Sequence[Record]) -> Grid:
         assert mean is not None, "there is a ratio"
         rows.append(
             (
-                Entry(name),
-                Entry(str(len(found))),
-                Entry(f"{mean:.4f}"),
-                Entry(f"{max(ratios):.3f}"),
-                Entry(str(sum(each.is_lower for each in found))),
-                Entry(str(sum(each.is_higher for each in found))),
+                GridEntry(name),
+                GridEntry(str(len(found))),
+                GridEntry(f"{mean:.4f}"),
+                GridEntry(f"{max(ratios):.3f}"),
+                GridEntry(str(sum(each.is_lower for each in found))),
+                GridEntry(str(sum(each.is_higher for each in found))),
             )
         )
     caption = "Mean TTFT of foresight divided by each policy's; cells with a truthful or silent oracle."

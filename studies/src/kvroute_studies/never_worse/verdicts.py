@@ -26,7 +26,7 @@ VARIANTS: dict[str, Variant] = {
     "no price of others' tokens": ("foresight", {"answer_weight": 0.0, "step_weight": 0.0}),
     "others' tokens without a bound": ("foresight", {"answer_transfers": 1e9}),
     "closed form": ("foresight-closed", {}),
-    "joint": ("foresight-joint", {}),
+    "pair chosen at arrival": ("foresight-joint", {}),
     "NICs configured half as fast": ("foresight", {"source_nic_factor": 0.5, "target_nic_factor": 0.5}),
     "NICs configured twice as fast": ("foresight", {"source_nic_factor": 2.0, "target_nic_factor": 2.0}),
     "NICs configured four times as fast": ("foresight", {"source_nic_factor": 4.0, "target_nic_factor": 4.0}),

@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 from kvroute.planner.comparison.cells import Record
 from kvroute.report.drawing import INK, grid, panels, plain, style
 from kvroute.report.estimate import Estimate, estimate, estimate_entry
-from kvroute.report.grid import Entry, Grid, Heading
+from kvroute.report.grid import Grid, GridEntry, Heading
 from kvroute.report.page import picture
 from kvroute.report.series import of_profile, profiles_of
 from kvroute_studies.prefix_copies.run import OWN, PREFIX_COPIES
 from kvroute_studies.shared.cells import Experiment
-from kvroute_studies.shared.findings import Finding, Holds, below
+from kvroute_studies.shared.findings import ExpectationFinding, Holds, below
 from kvroute_studies.shared.page import write_results
 
 Number = Callable[[Record], float | None]
@@ -65,7 +65,7 @@ def copies_grid(records: Sequence[Record]) -> Grid:
             if runs:
                 numbers = (estimate_entry(estimate(map(value, runs)), digits) for _, value, digits in _COLUMNS)
                 gained = estimate_entry(gain(some, policy), 3, signed=True)
-                rows.append((Entry(profile), Entry(policy), *numbers, gained))
+                rows.append((GridEntry(profile), GridEntry(policy), *numbers, gained))
     caption = "own-caches: each site uses its own cache; exchange: the longer prefix is copied to the prefill instance."
     return Grid(PREFIX_COPIES.title, headings, tuple(rows), caption, 2)
 
@@ -80,13 +80,13 @@ def gain(records: Sequence[Record], policy: str) -> Estimate | None:
     return estimate([mine - other for mine, other in pairs if other is not None])
 
 
-def copies_findings(records: Sequence[Record]) -> list[Finding]:
+def copies_findings(records: Sequence[Record]) -> list[ExpectationFinding]:
     """Return which policy is faster, and whether copies ahead of demand cost goodput, by kind of requests."""
     found = []
     for profile in profiles_of(records):
         some = of_profile(records, profile)
-        found += [Finding(profile, *below(PREFIX_COPIES, some, pair)) for pair in _PAIRS]
-        found += [Finding(profile, *_harmless(some, policy)) for policy in _BASE]
+        found += [ExpectationFinding(profile, *below(PREFIX_COPIES, some, pair)) for pair in _PAIRS]
+        found += [ExpectationFinding(profile, *_harmless(some, policy)) for policy in _BASE]
     return found
 
 

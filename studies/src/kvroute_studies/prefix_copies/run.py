@@ -11,7 +11,7 @@ from kvroute.planner.comparison.cells import Cell, Record
 from kvroute.policies.fleet.offload import OffloadSpec
 from kvroute.policies.fleet.short_term import Rule
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import SimSettings
+from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import Trace, TracedRequest, generate
 from kvroute.topology import Cluster
 from kvroute.types import CROSS_DATACENTER
@@ -44,7 +44,7 @@ EXPERIMENTS = {PREFIX_COPIES.name: PREFIX_COPIES}
 def run_cell(cell: Cell, end_s: float = END_S) -> Record:
     """Run a cell with requests that arrive until `end_s`; the policy's name selects what is copied."""
     sites = cluster("prfaas", PREFILL, DECODE, WAN_GBPS, ASSUMED)
-    settings = SimSettings(
+    settings = SimSpec(
         transfer="layerwise",
         wan=ASSUMED.transport,
         review_s=REVIEW_S,

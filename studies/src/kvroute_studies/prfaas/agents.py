@@ -9,7 +9,7 @@ from math import ceil
 import numpy as np
 
 from kvroute.planner.throughput.lengths import Lengths, grouped
-from kvroute.planner.throughput.search import Deployment
+from kvroute.planner.throughput.search import PlannedDeployment
 from kvroute.sim.metrics import Outcomes
 from kvroute.sim.workload import THINK_MAX_S, Agents, Trace, User
 from kvroute_studies.prfaas.case_study import ITERATION_S, MOST
@@ -40,18 +40,18 @@ def answer_tokens(agents: Agents) -> float:
     return float(np.mean([turn.output_tokens for session in agents.sessions for turn in session.turns]))
 
 
-def cycle_s(agents: Agents, found: Deployment) -> float:
+def cycle_s(agents: Agents, found: PlannedDeployment) -> float:
     """Return the mean time between two turns of a user when nothing queues: prefill, response and pause."""
     return found.ttft_s.mean + answer_tokens(agents) * ITERATION_S + agents.think_s()
 
 
-def users_for(agents: Agents, found: Deployment, load: float) -> int:
+def users_for(agents: Agents, found: PlannedDeployment, load: float) -> int:
     """Return the number of users that requests `load` times the planned throughput if nothing queues (Little's law)."""
     return max(round(load * found.lambda_max_per_s * cycle_s(agents, found)), 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class UserGroup:
     """Users that start at random times within `ramp_s` seconds after `from_s` and stop at `until_s`."""
 
     users: int
@@ -60,23 +60,23 @@ class Crowd:
     until_s: float
 
 
-def played(agents: Agents, crowds: tuple[Crowd, ...], seed: int, *, places: int) -> Trace:
+def trace_of_groups(agents: Agents, groups: tuple[UserGroup, ...], seed: int, *, places: int) -> Trace:
     """Return a closed loop of these users, with the same sessions for every policy of a seed.
 
     Sessions are distributed to `places` users, so the first users get the same sessions however many users follow. When
     all sessions have been played, each is played again, independent of its earlier play.
     """
-    lasts_s = float(np.mean([max(each.starts_s(THINK_MAX_S, answered=True)) for each in agents.sessions]))
-    to_s = max(crowd.until_s for crowd in crowds)
+    lasts_s = float(np.mean([max(session.starts_s(THINK_MAX_S, answered=True)) for session in agents.sessions]))
+    to_s = max(group.until_s for group in groups)
     laps = ceil(places * (_SPARE * to_s / max(lasts_s, 1.0) + 2.0) / len(agents.sessions))
     deck = replace(agents, sessions=agents.sessions * laps)
     order, users = deck.shuffled(seed), list[User]()
-    for number, crowd in enumerate(crowds):
-        begins = np.sort(np.random.default_rng([seed, 2, number]).uniform(0.0, crowd.ramp_s, crowd.users))
-        for begins_s in (crowd.from_s + begins).tolist():
-            users.append(User(begins_s, order[len(users) :: places], crowd.until_s))
+    for number, group in enumerate(groups):
+        begins = np.sort(np.random.default_rng([seed, 2, number]).uniform(0.0, group.ramp_s, group.users))
+        for begins_s in (group.from_s + begins).tolist():
+            users.append(User(begins_s, order[len(users) :: places], group.until_s))
     assert len(users) <= places, "more users than places"
-    return deck.played(users)
+    return deck.varying_users(users)
 
 
 def answered_per_s(rows: Outcomes, from_s: float, to_s: float) -> float:

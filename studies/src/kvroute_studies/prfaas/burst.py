@@ -19,11 +19,11 @@ from kvroute.policies.fleet.offload import OffloadSpec
 from kvroute.policies.fleet.short_term import Rule
 from kvroute.sim.metrics import NOT_ARRIVED, Outcomes
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import CapacityChange, SimSettings, Slo
+from kvroute.sim.settings import CapacityChange, SimSpec, Slo
 from kvroute.sim.workload import Agents, Trace
 from kvroute.topology import Cluster
 from kvroute.types import InputError, Prefill, Role, RoleSwitched
-from kvroute_studies.prfaas.agents import Crowd, played, users_for
+from kvroute_studies.prfaas.agents import UserGroup, trace_of_groups, users_for
 from kvroute_studies.prfaas.case_study import DECODE_POLICY, TPOT_MAX_S, cluster
 from kvroute_studies.prfaas.queue import (
     AWAY,
@@ -58,7 +58,7 @@ _NONE = Disturbance(FROM_S, TO_S)
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
+class BurstScenario:
     """A change of conditions between FROM_S and TO_S, or at the given times."""
 
     name: str
@@ -78,11 +78,11 @@ class Scenario:
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
-        Scenario("calm", "unchanged traffic"),
-        Scenario("load-doubles", "twice the request rate for 600 s", Disturbance(FROM_S, TO_S, rate_factor=2.0)),
-        Scenario("link-30", "link capacity at 30 % for 600 s", link_shares=((CUT_S, 0.3), (TO_S, 1.0))),
-        Scenario("link-cut", "link cut for 60 s, then restored", link_shares=((CUT_S, 0.0), (CUT_S + 60.0, 1.0))),
-        Scenario(
+        BurstScenario("calm", "unchanged traffic"),
+        BurstScenario("load-doubles", "twice the request rate for 600 s", Disturbance(FROM_S, TO_S, rate_factor=2.0)),
+        BurstScenario("link-30", "link capacity at 30 % for 600 s", link_shares=((CUT_S, 0.3), (TO_S, 1.0))),
+        BurstScenario("link-cut", "link cut for 60 s, then restored", link_shares=((CUT_S, 0.0), (CUT_S + 60.0, 1.0))),
+        BurstScenario(
             "longer-prompts",
             "prompts about twice as long for 600 s",
             Disturbance(FROM_S, TO_S, mu=10.6),
@@ -114,7 +114,7 @@ def burst_run(study: PrfaasStudy, cell: Cell) -> Record:
     spec = ControlSpec(
         decode=DECODE_POLICY, prefill=assumed.prefill_policy, offload=offload_of(cell.policy, assumed.rule)
     )
-    settings = SimSettings(
+    settings = SimSpec(
         transfer="layerwise",
         wan=assumed.transport,
         changes=scenario.changes,
@@ -143,7 +143,7 @@ def burst_run(study: PrfaasStudy, cell: Cell) -> Record:
     )
 
 
-def requests_of(study: PrfaasStudy, scenario: Scenario, rate_per_s: float, seed: int) -> Trace:
+def requests_of(study: PrfaasStudy, scenario: BurstScenario, rate_per_s: float, seed: int) -> Trace:
     """Return the requests, the same for every policy of a seed. Each seed uses another part of a trace, the same in all
     scenarios.
 
@@ -165,13 +165,13 @@ def requests_of(study: PrfaasStudy, scenario: Scenario, rate_per_s: float, seed:
     return scenario.traffic.of_trace(part, rate_per_s, END_S)
 
 
-def _sessions(study: PrfaasStudy, agents: Agents, scenario: Scenario, seed: int) -> Trace:
+def _sessions(study: PrfaasStudy, agents: Agents, scenario: BurstScenario, seed: int) -> Trace:
     """Return the users of the usual traffic, and the additional users during the disturbance."""
     found = deployment(planned(study, "prfaas", study.assumed.burst_wan_gbps))
     users, factor = users_for(agents, found, study.assumed.burst_load), scenario.traffic.rate_factor
-    usual = Crowd(users, 0.0, RAMP_S, END_S)
-    more = Crowd(round(users * (factor - 1.0)), scenario.traffic.from_s, 0.0, scenario.traffic.to_s)
-    return played(agents, (usual, more), seed, places=round(users * _MOST_FACTOR))
+    usual = UserGroup(users, 0.0, RAMP_S, END_S)
+    more = UserGroup(round(users * (factor - 1.0)), scenario.traffic.from_s, 0.0, scenario.traffic.to_s)
+    return trace_of_groups(agents, (usual, more), seed, places=round(users * _MOST_FACTOR))
 
 
 def good_over_time(rows: Outcomes, slo: Slo) -> tuple[tuple[float, float], ...]:
@@ -187,7 +187,7 @@ def good_over_time(rows: Outcomes, slo: Slo) -> tuple[tuple[float, float], ...]:
 
 
 def _observed(
-    sites: Cluster, trace: Trace, spec: ControlSpec, settings: SimSettings, seed: int
+    sites: Cluster, trace: Trace, spec: ControlSpec, settings: SimSpec, seed: int
 ) -> tuple[Run, dict[str, tuple[tuple[float, float], ...]]]:
     """Return a run and, if reviews are enabled, its threshold and its number of prefill instances at home over time."""
     if settings.review_s is None:
@@ -214,4 +214,4 @@ def _moved(sites: Cluster, path: Path) -> dict[str, tuple[tuple[float, float], .
 
 
 def _at_home(sites: Cluster, roles: Mapping[str, Role]) -> int:
-    return sum(roles[one.name] == "prefill" for one in sites.instances if one.datacenter != AWAY)
+    return sum(roles[instance.name] == "prefill" for instance in sites.instances if instance.datacenter != AWAY)

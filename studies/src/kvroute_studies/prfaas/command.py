@@ -15,7 +15,7 @@ from kvroute_studies.prfaas.queue import PrfaasStudy, config_of, source
 from kvroute_studies.prfaas.run import EXPERIMENTS, of_study, run_cell
 from kvroute_studies.prfaas.tables import prfaas_grids
 from kvroute_studies.shared.cells import Experiment
-from kvroute_studies.shared.family import Family, Results, Sweeps, write_each
+from kvroute_studies.shared.family import ExperimentFamily, Results, Sweeps, write_each
 from kvroute_studies.shared.sweeps import RunOptions
 
 
@@ -48,12 +48,12 @@ def _document(results: Results[PrfaasStudy]) -> dict[str, Any]:
 
 
 def _print_tables(results: Results[PrfaasStudy]) -> None:
-    for one in results.sweeps.experiments:
-        for grid in prfaas_grids(one, results.records.get(one.name, ()), results.computed):
+    for experiment in results.sweeps.experiments:
+        for grid in prfaas_grids(experiment, results.records.get(experiment.name, ()), results.computed):
             console().print(rich_table(grid, console().width))
 
 
-FAMILY = Family(
+FAMILY = ExperimentFamily(
     EXPERIMENTS,
     prepare=_prepare,
     begin=lambda sweeps: _study(sweeps.options),

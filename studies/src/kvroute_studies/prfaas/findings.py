@@ -15,7 +15,7 @@ from kvroute_studies.prfaas.burst import DUAL
 from kvroute_studies.prfaas.queue import AGENTS, TRACE
 from kvroute_studies.prfaas.run import BURST, CASE_STUDY
 from kvroute_studies.shared.cells import Computed, Experiment
-from kvroute_studies.shared.findings import Finding, Holds
+from kvroute_studies.shared.findings import ExpectationFinding, Holds
 
 AGREES_WITHIN = 0.05
 """Largest relative difference between formula and simulation, in the profile without variance."""
@@ -133,10 +133,12 @@ def standard_error(found: Difference, records: Sequence[Record]) -> float | None
 
 
 def _by_seed(records: Sequence[Record], policy: str) -> dict[int, float]:
-    return {each.cell.seed: each.summary.goodput_per_s or 0.0 for each in records if each.cell.policy == policy}
+    return {record.cell.seed: record.summary.goodput_per_s or 0.0 for record in records if record.cell.policy == policy}
 
 
-def prfaas_findings(experiment: Experiment, records: Sequence[Record], points: Sequence[Computed]) -> list[Finding]:
+def prfaas_findings(
+    experiment: Experiment, records: Sequence[Record], points: Sequence[Computed]
+) -> list[ExpectationFinding]:
     """Return every claim for every profile with records."""
     if experiment.name == CASE_STUDY.name:
         return [each for name in profiles_of(records) for each in _case(name, of_profile(records, name))]
@@ -146,17 +148,19 @@ def prfaas_findings(experiment: Experiment, records: Sequence[Record], points: S
     return _kv(points)
 
 
-def _case(profile: str, records: Sequence[Record]) -> list[Finding]:
+def _case(profile: str, records: Sequence[Record]) -> list[ExpectationFinding]:
     gaps = saturations(records)
     if not gaps:
         return [
-            Finding(profile, "formula and queues agree", "unclear", "No run has a load above the formula's throughput.")
+            ExpectationFinding(
+                profile, "formula and queues agree", "unclear", "No run has a load above the formula's throughput."
+            )
         ]
     found = [_agreement(profile, gaps, records), _order(profile, gaps)]
     return found + _waiting(profile, records)
 
 
-def _agreement(profile: str, gaps: Sequence[Gap], records: Sequence[Record]) -> Finding:
+def _agreement(profile: str, gaps: Sequence[Gap], records: Sequence[Record]) -> ExpectationFinding:
     """Compare formula and simulation. If lengths vary, a convex prefill time makes the mean cost of a request higher
     than the cost of the mean length. With prefixes, the formula has one unlimited cache, not one per instance."""
     certain = profile == "no-variance"
@@ -175,14 +179,14 @@ def _agreement(profile: str, gaps: Sequence[Gap], records: Sequence[Record]) -> 
         sentence += f" The formula assumes one unlimited cache; hit rates of the instances, over all loads: {shares}."
     elif not certain:
         sentence += " Compared with E[T(L)], variance adds waiting but costs no throughput: the queue never empties."
-    return Finding(profile, f"formula and queues agree within {AGREES_WITHIN:.0%}", holds, sentence)
+    return ExpectationFinding(profile, f"formula and queues agree within {AGREES_WITHIN:.0%}", holds, sentence)
 
 
-def _order(profile: str, gaps: Sequence[Gap]) -> Finding:
+def _order(profile: str, gaps: Sequence[Gap]) -> ExpectationFinding:
     claim = "PrfaaS-PD serves more than the alternatives"
     by_name = {gap.policy: gap for gap in gaps}
     if "prfaas" not in by_name or len(by_name) < 2:
-        return Finding(profile, claim, "unclear", "Some deployments were not run.")
+        return ExpectationFinding(profile, claim, "unclear", "Some deployments were not run.")
     ours = by_name.pop("prfaas")
     details = "; ".join(
         f"{ours.saturation.mean / gap.saturation.mean - 1:+.1%} against {gap.policy} "
@@ -190,10 +194,10 @@ def _order(profile: str, gaps: Sequence[Gap]) -> Finding:
         for gap in by_name.values()
     )
     wins = all(ours.saturation.mean > gap.saturation.mean for gap in by_name.values())
-    return Finding(profile, claim, "holds" if wins else "does not hold", f"At saturation {details}.")
+    return ExpectationFinding(profile, claim, "holds" if wins else "does not hold", f"At saturation {details}.")
 
 
-def _waiting(profile: str, records: Sequence[Record], load: float = 0.9) -> list[Finding]:
+def _waiting(profile: str, records: Sequence[Record], load: float = 0.9) -> list[ExpectationFinding]:
     """Describe the parts of TTFT at 90 % of the formula's throughput."""
     there = at(records, "prfaas", load=load)
     ttft, service, p90 = (
@@ -213,10 +217,14 @@ def _waiting(profile: str, records: Sequence[Record], load: float = 0.9) -> list
         f"P90 {model['model_ttft_p90_s']:.2f}). Mean wait of the requests at each stage: {details}; longest: {most}."
     )
     share = service.mean / ttft.mean
-    return [Finding(profile, "TTFT is the prefill's time", "holds" if share >= 0.9 else "does not hold", sentence)]
+    return [
+        ExpectationFinding(
+            profile, "TTFT is the prefill's time", "holds" if share >= 0.9 else "does not hold", sentence
+        )
+    ]
 
 
-def _burst(profile: str, records: Sequence[Record], old: str | None, planned: str) -> list[Finding]:
+def _burst(profile: str, records: Sequence[Record], old: str | None, planned: str) -> list[ExpectationFinding]:
     claim = f"at most {WORSE_BY_MOST:.0%} below the best static threshold"
     found = [_against(profile, records, best_static(records), claim, least=-WORSE_BY_MOST)]
     if profile != CALM and old is not None and is_as_good(records, old):
@@ -230,12 +238,12 @@ def _burst(profile: str, records: Sequence[Record], old: str | None, planned: st
 
 def _against(
     profile: str, records: Sequence[Record], other: str | None, claim: str, least: float | None = None
-) -> Finding:
+) -> ExpectationFinding:
     """Compare the scheduler with a policy. The claim holds from the relative difference `least` on; if `least` is None,
     it holds for a significant difference above zero."""
     found = lead(records, other)
     if found is None:
-        return Finding(
+        return ExpectationFinding(
             profile,
             claim,
             "unclear",
@@ -247,14 +255,14 @@ def _against(
     spread = "one seed" if error is None else f"standard error {error:.1%}, {found.seeds} seeds"
     sentence = f"{levels} good requests/s under {other}: {found.relative:+.1%} ({spread})."
     if least is not None:
-        return Finding(profile, claim, "holds" if found.relative >= least else "does not hold", sentence)
+        return ExpectationFinding(profile, claim, "holds" if found.relative >= least else "does not hold", sentence)
     if found.is_noise:
-        doubt = " One seed cannot show significance." if error is None else " The 95 % interval includes zero."
-        return Finding(profile, claim, "unclear", sentence + doubt)
-    return Finding(profile, claim, "holds" if found.mean > 0 else "does not hold", sentence)
+        caution = " One seed cannot show significance." if error is None else " The 95 % interval includes zero."
+        return ExpectationFinding(profile, claim, "unclear", sentence + caution)
+    return ExpectationFinding(profile, claim, "holds" if found.mean > 0 else "does not hold", sentence)
 
 
-def _not_worse(profile: str, records: Sequence[Record], old: str) -> Finding:
+def _not_worse(profile: str, records: Sequence[Record], old: str) -> ExpectationFinding:
     """Check that the scheduler is not significantly worse: in this scenario no threshold is better than the old one."""
     claim = "not below the static threshold of the old traffic, which is also the best one here"
     found = _against(profile, records, old, claim)
@@ -263,7 +271,7 @@ def _not_worse(profile: str, records: Sequence[Record], old: str) -> Finding:
     return found
 
 
-def _kv(points: Sequence[Computed]) -> list[Finding]:
+def _kv(points: Sequence[Computed]) -> list[ExpectationFinding]:
     found = []
     both = [p for p in points if {"computed_gbps", "published_gbps"} <= p.figures.keys()]
     if both:
@@ -272,7 +280,7 @@ def _kv(points: Sequence[Computed]) -> list[Finding]:
         sentence = (
             f"KV size / prefill time is within {off:.1%} of the throughput at {len(both)} lengths; all are published."
         )
-        found.append(Finding("8xh200", "eq. 1 gives the measured KV throughput", holds, sentence))
+        found.append(ExpectationFinding("8xh200", "eq. 1 gives the measured KV throughput", holds, sentence))
     long = [p for p in points if p.cell.settings["tokens"] >= 8192]
     dense = [p.figures["published_gbps"] for p in long if p.cell.policy in DENSE]
     hybrid = [p.figures["published_gbps"] for p in long if p.cell.policy not in DENSE]
@@ -280,5 +288,7 @@ def _kv(points: Sequence[Computed]) -> list[Finding]:
         spans = [f"{min(some):.3g} to {max(some):.3g}" for some in (dense, hybrid)]
         sentence = f"From 8K tokens, dense models produce {spans[0]} Gbps, hybrid models {spans[1]} Gbps."
         holds = "holds" if max(hybrid) < 10 < min(dense) else "does not hold"
-        found.append(Finding("8xh200", "hybrid models stay below 10 Gbps, dense ones do not", holds, sentence))
+        found.append(
+            ExpectationFinding("8xh200", "hybrid models stay below 10 Gbps, dense ones do not", holds, sentence)
+        )
     return found

@@ -18,7 +18,7 @@ from kvroute.policies.fleet.role_switch import LongTerm
 from kvroute.policies.fleet.short_term import Rule, ShortTerm
 from kvroute.sim.metrics import Outcomes
 from kvroute.sim.run import Run, simulate
-from kvroute.sim.settings import SimSettings, Slo
+from kvroute.sim.settings import SimSpec, Slo
 from kvroute.sim.workload import Agents, Trace, fingerprint, read_any, rescale
 from kvroute.topology import Cluster
 from kvroute.types import BoolArray, FloatArray
@@ -26,12 +26,12 @@ from kvroute_studies.prfaas.agents import (
     END_S,
     FROM_S,
     RAMP_S,
-    Crowd,
+    UserGroup,
     agent_lengths,
     answer_tokens,
     answered_per_s,
     in_profile,
-    played,
+    trace_of_groups,
     users_for,
 )
 from kvroute_studies.prfaas.case_study import (
@@ -120,7 +120,7 @@ def case_run(study: PrfaasStudy, cell: Cell) -> Record:
     sites = cluster(kind, found.n_prefill, found.n_decode, study.assumed.wan_gbps, study.assumed)
     offload = None if kind == "homogeneous" else fixed(optimum.threshold_tokens, study.assumed.rule)
     spec = ControlSpec(decode=DECODE_POLICY, prefill=study.assumed.prefill_policy, offload=offload)
-    settings = SimSettings(
+    settings = SimSpec(
         transfer="layerwise",
         wan=study.assumed.transport,
         slo=Slo(ttft_s=study.assumed.ttft_slo_s),
@@ -150,7 +150,7 @@ def _requests(study: PrfaasStudy, cell: Cell, optimum: Optimum, rate_per_s: floa
         agents, found = source(study.trace), deployment(optimum, cast(Kind, cell.policy))
         assert isinstance(agents, Agents)
         users = users_for(agents, found, cell.settings["load"])
-        return played(agents, (Crowd(users, 0.0, RAMP_S, END_S),), cell.seed, places=users), FROM_S, END_S
+        return trace_of_groups(agents, (UserGroup(users, 0.0, RAMP_S, END_S),), cell.seed, places=users), FROM_S, END_S
     trace = _open_loop(study, cell, optimum, rate_per_s)
     return trace, WARMUP_SHARE * trace.duration_s, trace.duration_s
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvroute.planner.comparison.cells import Record
 from kvroute.report.estimate import Estimate, estimate
-from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, with_ties
+from kvroute.report.grid import UNKNOWN, Grid, GridEntry, Heading, with_ties
 from kvroute.report.plans.throughput_tables import TITLES
 from kvroute.report.series import of_profile, profiles_of, values_of
 from kvroute_studies.prfaas.burst import DUAL
@@ -65,15 +65,15 @@ def _throughput(records: Sequence[Record]) -> Grid:
             gain = gap.saturation.mean / base.saturation.mean - 1 if base else None
             formula = gap.formula_per_s / base.formula_per_s - 1 if base else None
             rows.append((
-                Entry(profile),
-                Entry(TITLES[gap.policy]),  # type: ignore[index]  # policies of this experiment are the kinds
-                Entry(f"{config['n_prefill']}/{config['n_decode']}"),
-                Entry(f"{gap.formula_per_s:.3f}"),
-                Entry(f"{gap.exact_per_s:.3f}"),
+                GridEntry(profile),
+                GridEntry(TITLES[gap.policy]),  # type: ignore[index]  # policies of this experiment are the kinds
+                GridEntry(f"{config['n_prefill']}/{config['n_decode']}"),
+                GridEntry(f"{gap.formula_per_s:.3f}"),
+                GridEntry(f"{gap.exact_per_s:.3f}"),
                 _entry(gap.saturation, 3),
-                Entry(f"{gap.off:+.1%}"),
-                Entry(f"{gap.off_exact:+.1%}"),
-                Entry(UNKNOWN if gain is None else f"{gain:+.1%}", "" if formula is None else f"{formula:+.1%}"),
+                GridEntry(f"{gap.off:+.1%}"),
+                GridEntry(f"{gap.off_exact:+.1%}"),
+                GridEntry(UNKNOWN if gain is None else f"{gain:+.1%}", "" if formula is None else f"{formula:+.1%}"),
             ))  # fmt: skip
     caption = "Saturation: served rate at the highest load, measured from the growing delay of first tokens."
     return Grid("Throughput", headings, tuple(rows), caption, 2)
@@ -98,12 +98,13 @@ def _times(records: Sequence[Record]) -> Grid:
             for load in values_of(records, "load"):
                 there = at(of_profile(records, profile), policy, load=load)
                 if there:
-                    rows.append((Entry(profile), Entry(TITLES[policy]), Entry(f"{load:g}"), *_time_entries(there)))  # type: ignore[index]
+                    title = GridEntry(TITLES[policy])  # type: ignore[index]
+                    rows.append((GridEntry(profile), title, GridEntry(f"{load:g}"), *_time_entries(there)))
     caption = "Above a load of 1, waits grow until the run ends. ± 95 % interval over seeds."
     return Grid("Time to first token", headings, tuple(rows), caption, 3)
 
 
-def _time_entries(records: Sequence[Record]) -> list[Entry]:
+def _time_entries(records: Sequence[Record]) -> list[GridEntry]:
     model = records[0].figures
     ttft = estimate(record.summary.ttft_s.mean for record in records)
     busy = [figure(records, key) for key in ("prfaas_busy", "pd_p_busy", "pd_d_busy")]
@@ -114,7 +115,7 @@ def _time_entries(records: Sequence[Record]) -> list[Entry]:
         _beside(figure(records, "service_mean_s"), model.get("model_ttft_mean_s")),
         _beside(figure(records, "service_p90_s"), model.get("model_ttft_p90_s")),
         *(_entry(figure(records, key), 2) for key in _WAIT_KEYS),
-        Entry(shares),
+        GridEntry(shares),
         _entry(figure(records, "egress_gbps"), 1),
     ]
 
@@ -139,25 +140,27 @@ def _leads(records: Sequence[Record], planned: str) -> Grid:
         some = of_profile(records, profile)
         best, dual = best_static(some), at(some, DUAL)
         rows.append((
-            Entry(profile),
+            GridEntry(profile),
             _entry(_goodput(some, DUAL), 3),
             *_other(some, best),
             *_other(some, old),
             *_other(some, planned if planned in statics(some) else None),
-            Entry(_p95(some, DUAL), _p95(some, best or "")),
+            GridEntry(_p95(some, DUAL), _p95(some, best or "")),
             _entry(estimate(float(record.summary.role_switches) for record in dual), 1),
             _entry(estimate(float(record.summary.failed_transfers.transfers) for record in dual), 1),
         ))  # fmt: skip
     return Grid("Goodput", headings, tuple(rows), "Mean over seeds ± 95 % interval; differences ± standard error.")
 
 
-def _other(records: Sequence[Record], policy: str | None) -> tuple[Entry, Entry]:
+def _other(records: Sequence[Record], policy: str | None) -> tuple[GridEntry, GridEntry]:
     found = lead(records, policy)
     good = None if policy is None else _goodput(records, policy)
     if found is None or policy is None or good is None:
-        return Entry(policy or UNKNOWN), Entry(UNKNOWN)
+        return GridEntry(policy or UNKNOWN), GridEntry(UNKNOWN)
     error = standard_error(found, records)
-    return Entry(policy, f"{good.mean:.3f}"), Entry(f"{found.relative:+.1%}", "" if error is None else f"±{error:.1%}")
+    return GridEntry(policy, f"{good.mean:.3f}"), GridEntry(
+        f"{found.relative:+.1%}", "" if error is None else f"±{error:.1%}"
+    )
 
 
 def _all_statics(records: Sequence[Record]) -> Grid:
@@ -168,7 +171,7 @@ def _all_statics(records: Sequence[Record]) -> Grid:
         goods = [_goodput(some, policy) for policy in policies]
         most = max((known.mean for known in goods if known is not None), default=None)
         entries = [_entry(known, 3, best=known is not None and known.mean == most) for known in goods]
-        rows.append((Entry(profile), *with_ties(entries)))
+        rows.append((GridEntry(profile), *with_ties(entries)))
     headings = (Heading("scenario"), *(Heading(policy.replace("static-", "t ")) for policy in policies))
     return Grid("Every threshold", headings, tuple(rows), "Good requests per second, ± 95 % interval. Bold: highest.")
 
@@ -195,9 +198,12 @@ def _kv(points: Sequence[Computed]) -> Grid:
     keys = (("published_gbps", 2), ("computed_gbps", 2), ("kv_mib", 1), ("implied_prefill_s", 3), ("need_gbps", 0))
     rows = tuple(
         (
-            Entry(point.cell.policy),
-            Entry(f"{point.cell.settings['tokens']:,.0f}"),
-            *(Entry(f"{point.figures[key]:,.{digits}f}" if key in point.figures else UNKNOWN) for key, digits in keys),
+            GridEntry(point.cell.policy),
+            GridEntry(f"{point.cell.settings['tokens']:,.0f}"),
+            *(
+                GridEntry(f"{point.figures[key]:,.{digits}f}" if key in point.figures else UNKNOWN)
+                for key, digits in keys
+            ),
         )
         for point in sorted(points, key=lambda point: (point.cell.policy, point.cell.settings["tokens"]))
     )
@@ -205,14 +211,14 @@ def _kv(points: Sequence[Computed]) -> Grid:
     return Grid("KV throughput", headings, rows, caption, 2)
 
 
-def _entry(known: Estimate | None, digits: int, *, best: bool = False) -> Entry:
+def _entry(known: Estimate | None, digits: int, *, best: bool = False) -> GridEntry:
     if known is None:
-        return Entry(UNKNOWN)
+        return GridEntry(UNKNOWN)
     detail = "" if known.half_width is None else f"±{known.half_width:,.{digits}f}"
-    return Entry(f"{known.mean:,.{digits}f}", detail, best)
+    return GridEntry(f"{known.mean:,.{digits}f}", detail, best)
 
 
-def _beside(known: Estimate | None, formula: float | None) -> Entry:
+def _beside(known: Estimate | None, formula: float | None) -> GridEntry:
     if known is None:
-        return Entry(UNKNOWN)
-    return Entry(f"{known.mean:,.2f}", "" if formula is None else f"{formula:,.2f}")
+        return GridEntry(UNKNOWN)
+    return GridEntry(f"{known.mean:,.2f}", "" if formula is None else f"{formula:,.2f}")

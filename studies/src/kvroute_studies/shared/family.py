@@ -53,12 +53,12 @@ class Results(Generic[Study]):
     @property
     def all_records(self) -> list[Record]:
         """The records of all experiments."""
-        return [record for one in self.sweeps.experiments for record in self.records.get(one.name, ())]
+        return [record for experiment in self.sweeps.experiments for record in self.records.get(experiment.name, ())]
 
     def print_tables(self) -> None:
         """Print the general table of each experiment."""
-        for one in self.sweeps.experiments:
-            console().print(experiment_table(one, self.records[one.name]))
+        for experiment in self.sweeps.experiments:
+            console().print(experiment_table(experiment, self.records[experiment.name]))
 
     def document(self) -> dict[str, Any]:
         """Return the JSON document of `--json`."""
@@ -66,7 +66,7 @@ class Results(Generic[Study]):
 
 
 @dataclass(frozen=True, slots=True)
-class Family(Generic[Study]):
+class ExperimentFamily(Generic[Study]):
     """Experiments that share settings, and the functions in which they differ from other families."""
 
     experiments: Mapping[str, Experiment]
@@ -89,7 +89,7 @@ class Family(Generic[Study]):
     """Whether `--trace-dir` is supported."""
 
 
-def run_family(family: Family[Study], chosen: Sequence[Experiment], options: RunOptions) -> None:
+def run_family(family: ExperimentFamily[Study], chosen: Sequence[Experiment], options: RunOptions) -> None:
     """Run the missing cells of these experiments, write their pages and print all results.
 
     Raises:
@@ -109,19 +109,19 @@ def run_family(family: Family[Study], chosen: Sequence[Experiment], options: Run
             remarks().print(sentence)
 
 
-def _run_all(family: Family[Study], sweeps: Sweeps, study: Study) -> Results[Study]:
+def _run_all(family: ExperimentFamily[Study], sweeps: Sweeps, study: Study) -> Results[Study]:
     options, run_cell, config = sweeps.options, family.run_cell(study), family.config(study)
     records: dict[str, list[Record]] = {}
     computed: list[Computed] = []
-    for one in sweeps.experiments:
-        cells, path = sweeps.cells[one.name], sweeps.path(one.name)
-        if formula := family.formulas.get(one.name):
+    for experiment in sweeps.experiments:
+        cells, path = sweeps.cells[experiment.name], sweeps.path(experiment.name)
+        if formula := family.formulas.get(experiment.name):
             points = formula(cells)
             path.write_bytes(b"".join(encode(point) + b"\n" for point in points))
             computed += points
             continue
-        with progress_bar(one.name) as progress:
-            records[one.name] = run_cells(
+        with progress_bar(experiment.name) as progress:
+            records[experiment.name] = run_cells(
                 cells, run_cell, path, config, on=options.on, workers=options.workers, progress=progress
             )
     return Results(sweeps, study, records, computed)
@@ -138,9 +138,9 @@ def write_each(sweeps: Sweeps, title: str, write: Callable[[Experiment, Path], P
     from kvroute_studies.shared.page import write_index  # its import of plots takes a second
 
     pages = {}
-    for one in sweeps.experiments:
-        pages[one.title] = write(one, sweeps.folder / one.name)
-        remarks().print(f"{one.name}: {pages[one.title]}")
+    for experiment in sweeps.experiments:
+        pages[experiment.title] = write(experiment, sweeps.folder / experiment.name)
+        remarks().print(f"{experiment.name}: {pages[experiment.title]}")
     if len(pages) > 1:
         overview = write_index(pages, sweeps.folder / "index.html", title=f"{title}, {sweeps.folder.parent.name}")
         remarks().print(f"All: {overview}")
@@ -152,7 +152,7 @@ def plain_family(
     run_cell: RunCell,
     write: Callable[[Experiment, Sequence[Record], Path], Path] | None = None,
     print_tables: Callable[[Results[None]], None] = Results.print_tables,
-) -> Family[None]:
+) -> ExperimentFamily[None]:
     """Return a family without readings, assumptions, recorded traces and tuning.
 
     Args:
@@ -175,7 +175,7 @@ def plain_family(
         page = write or write_experiment
         write_each(results.sweeps, name, lambda one, folder: page(one, results.records[one.name], folder))
 
-    return Family(
+    return ExperimentFamily(
         experiments,
         prepare=prepare,
         begin=lambda sweeps: None,

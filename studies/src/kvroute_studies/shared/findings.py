@@ -33,7 +33,7 @@ UNCLEAR_ABOVE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ExpectationFinding:
     """One expected direction in one profile, and the result."""
 
     profile: str
@@ -46,14 +46,14 @@ _Claim = Callable[[Experiment, Sequence[Record]], tuple[str, Holds, str]]
 _PerSeed = Callable[[Sequence[Summary]], float | None]
 
 
-def findings(experiment: Experiment, records: Sequence[Record]) -> list[Finding]:
+def findings(experiment: Experiment, records: Sequence[Record]) -> list[ExpectationFinding]:
     """Return every claim of the experiment for every profile with records, in that order.
 
     All experiments claim that the first policy of `versus` has the lower mean TTFT; trends are added by name.
     """
     claims: tuple[_Claim, ...] = (partial(below, pair=experiment.versus), *_FURTHER.get(experiment.name, ()))
     return [
-        Finding(profile, *claim(experiment, of_profile(records, profile)))
+        ExpectationFinding(profile, *claim(experiment, of_profile(records, profile)))
         for profile in profiles_of(records)
         for claim in claims
     ]
@@ -90,12 +90,12 @@ def below(experiment: Experiment, records: Sequence[Record], pair: tuple[str, st
 
 
 def _below_holds(gaps: Sequence[Difference], clear_wins: int) -> Holds:
-    clear_losses = sum(each.mean > 0 and not each.is_noise for each in gaps)
+    clear_losses = sum(gap.mean > 0 and not gap.is_noise for gap in gaps)
     if clear_losses:
         return "holds in part" if clear_wins else "does not hold"
     if clear_wins == 0:
         return "unclear"
-    return "holds" if all(each.mean < 0 for each in gaps) else "holds in part"
+    return "holds" if all(gap.mean < 0 for gap in gaps) else "holds in part"
 
 
 def worth(found: Difference) -> str:
@@ -199,7 +199,7 @@ def _trend_holds(change: Estimate, expected: str) -> Holds:
     return "holds" if abs(change.mean) <= SAME_WITHIN else "does not hold"
 
 
-def ladder(experiment: Experiment, records: Sequence[Record]) -> tuple[str, Holds, str]:
+def ablation_order(experiment: Experiment, records: Sequence[Record]) -> tuple[str, Holds, str]:
     """Check whether the first step of the ladder brings most of the gain, and every further step a little more."""
     claim = "the first step gives most of the gain, each further step more"
     runs = summaries(records)
@@ -235,6 +235,6 @@ _FURTHER: dict[str, tuple[_Claim, ...]] = {
     ),
     "netkv-staleness": (partial(steady, axis="refresh_s"),),
     "netkv-prefix": (partial(gain_trend, axis="p_share", expected="same"),),
-    "netkv-ablation": (ladder,),
+    "netkv-ablation": (ablation_order,),
     "netkv-scale": (partial(gain_trend, axis="gpus", expected="same"),),
 }

@@ -16,7 +16,7 @@ from kvroute.report.page import Picture, parameters, picture, write_page
 from kvroute.report.series import axes_of, of_profile, profiles_of, summaries
 from kvroute.types import InputError
 from kvroute_studies.shared.cells import Experiment
-from kvroute_studies.shared.findings import Finding, findings
+from kvroute_studies.shared.findings import ExpectationFinding, findings
 from kvroute_studies.shared.rerun import cell_options, reading_options, sweep_options
 from kvroute_studies.shared.tables import experiment_grid
 
@@ -55,7 +55,7 @@ def write_results(
     records: Sequence[Record],
     out: Path,
     *,
-    found: Sequence[Finding],
+    found: Sequence[ExpectationFinding],
     pictures: Sequence[Picture],
     tables: Sequence[Grid],
     notes: Sequence[str],
@@ -108,15 +108,15 @@ def write_index(pages: Mapping[str, Path], path: Path, title: str = "Experiments
     return write_page("index.html.j2", path, package="kvroute_studies", title=title, links=links)
 
 
-def headline(found: Sequence[Finding]) -> str:
+def headline(found: Sequence[ExpectationFinding]) -> str:
     """Summarize all profiles and claims in one sentence."""
     claims: dict[str, dict[str, list[str]]] = {}
     for each in found:
         claims.setdefault(each.claim, {}).setdefault(each.holds, []).append(each.profile)
     parts = []
     for claim, outcomes in claims.items():
-        alone = len(outcomes) == 1 and len(next(iter(outcomes.values()))) > 1
-        verdicts = (word + (" everywhere" if alone else f" for {_and(names)}") for word, names in outcomes.items())
+        everywhere = len(outcomes) == 1 and len(next(iter(outcomes.values()))) > 1
+        verdicts = (word + (" everywhere" if everywhere else f" for {_and(names)}") for word, names in outcomes.items())
         parts.append(f"{claim}: {', '.join(verdicts)}")
     return "; ".join(parts) + "."
 

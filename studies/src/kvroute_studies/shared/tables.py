@@ -9,7 +9,7 @@ from rich.table import Table
 from kvroute.planner.comparison.cells import Record
 from kvroute.report.compare import Difference, mean_ttft_s
 from kvroute.report.estimate import estimate
-from kvroute.report.grid import UNKNOWN, Entry, Grid, Heading, rich_table, with_ties
+from kvroute.report.grid import UNKNOWN, Grid, GridEntry, Heading, rich_table, with_ties
 from kvroute.report.series import axes_of, by_point, gap, of_policy, of_profile, profiles_of, relative_half_width
 from kvroute.report.tables import digits_for
 from kvroute.sim.metrics import Summary
@@ -49,7 +49,7 @@ def experiment_grid(experiment: Experiment, records: Sequence[Record]) -> Grid:
     rows = []
     for profile in profiles_of(records):
         for point, runs in by_point(of_profile(records, profile)).items():
-            labels = [Entry(profile), *(Entry(f"{value:,g}") for value in point)]
+            labels = [GridEntry(profile), *(GridEntry(f"{value:,g}") for value in point)]
             rows.append((*labels, *_point_entries(runs, policies), gap_entry(gap(runs, experiment.versus))))
     caption = (
         "Mean TTFT in ms ± standard deviation over seeds; below: requests within the TTFT SLO. "
@@ -59,7 +59,7 @@ def experiment_grid(experiment: Experiment, records: Sequence[Record]) -> Grid:
     return Grid(title, tuple(headings), tuple(rows), caption, 1 + len(axes), "Bold: best mean, even if it is noise.")
 
 
-def _point_entries(runs: Sequence[Summary], policies: Sequence[str]) -> list[Entry]:
+def _point_entries(runs: Sequence[Summary], policies: Sequence[str]) -> list[GridEntry]:
     ttfts = [estimate(mean_ttft_s(run) for run in of_policy(runs, policy)) for policy in policies]
     slos = [estimate(run.slo_attainment for run in of_policy(runs, policy)) for policy in policies]
     means = [known.mean for known in ttfts if known is not None]
@@ -70,15 +70,17 @@ def _point_entries(runs: Sequence[Summary], policies: Sequence[str]) -> list[Ent
         text = UNKNOWN if ttft is None else f"{ttft.mean * 1e3:,.{digits}f}"
         if ttft is not None and ttft.seeds > 1:
             text += f" ±{ttft.std * 1e3:,.{digits}f}"
-        entries.append(Entry(text, "" if slo is None else f"{slo.mean:.1%}", ttft is not None and ttft.mean == best))
+        entries.append(
+            GridEntry(text, "" if slo is None else f"{slo.mean:.1%}", ttft is not None and ttft.mean == best)
+        )
     return with_ties(entries)
 
 
-def gap_entry(gap: Difference | None) -> Entry:
+def gap_entry(gap: Difference | None) -> GridEntry:
     """Return a paired difference as a percentage with its interval, and whether it is noise."""
     if gap is None:
-        return Entry(UNKNOWN)
+        return GridEntry(UNKNOWN)
     half_width = relative_half_width(gap)
     if half_width is None:
-        return Entry(f"{gap.relative:+.1%}", "one seed")
-    return Entry(f"{gap.relative:+.1%}", f"±{half_width:.1%}" + (" noise" if gap.is_noise else ""))
+        return GridEntry(f"{gap.relative:+.1%}", "one seed")
+    return GridEntry(f"{gap.relative:+.1%}", f"±{half_width:.1%}" + (" noise" if gap.is_noise else ""))

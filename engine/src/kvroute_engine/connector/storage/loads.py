@@ -72,7 +72,7 @@ class LoadPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StagedLoad:
     """The staged blocks of one request, to be loaded before and while the model computes the rest."""
 
     request_id: str
@@ -103,7 +103,7 @@ class StorageLoads:
         self._staged: dict[str, _Staged] = {}
         self._kept: dict[str, KeptBlocks] = {}
 
-    def arrived(self, request_id: str, params: Any, prompt: Sequence[int], salt: str = "") -> Load | None:
+    def arrived(self, request_id: str, params: Any, prompt: Sequence[int], salt: str = "") -> StagedLoad | None:
         """Store the staged blocks of a request, if they are those of its prompt. Otherwise the request computes them;
         the returned reads are to be released."""
         try:
@@ -136,7 +136,7 @@ class StorageLoads:
             return 0
         return max(min(staged.blocks.end * self._block_tokens, prompt_tokens - 1) - computed_tokens, 0)
 
-    def allocated(self, request_id: str, blocks: Sequence[int], loaded_tokens: int) -> Load | None:
+    def allocated(self, request_id: str, blocks: Sequence[int], loaded_tokens: int) -> StagedLoad | None:
         """Return what to load into the request's blocks, as the last call of `matched` said; None without staged
         blocks."""
         staged = self._staged.pop(request_id, None)
@@ -147,7 +147,7 @@ class StorageLoads:
         end = -(-(staged.computed_tokens + loaded_tokens) // size) if loaded_tokens else first
         return self._load(request_id, staged, blocks, first, end)
 
-    def given_up(self, request_id: str) -> Load | None:
+    def given_up(self, request_id: str) -> StagedLoad | None:
         """Return the reads to release for a request that ends before it was allocated; None without staged blocks."""
         staged = self._staged.pop(request_id, None)
         self._kept.pop(request_id, None)
@@ -157,11 +157,11 @@ class StorageLoads:
         """Return the staged blocks of a finished prompt that its decode instance loads, too; once."""
         return self._kept.pop(request_id, None)
 
-    def _given_up(self, request_id: str, staged: _Staged) -> Load:
+    def _given_up(self, request_id: str, staged: _Staged) -> StagedLoad:
         parts = (LoadPart(part.data, part.id, 0, (), "") for part in staged.blocks.parts)
-        return Load(request_id, tuple(parts), 0)
+        return StagedLoad(request_id, tuple(parts), 0)
 
-    def _load(self, request_id: str, staged: _Staged, blocks: Sequence[int], first: int, end: int) -> Load:
+    def _load(self, request_id: str, staged: _Staged, blocks: Sequence[int], first: int, end: int) -> StagedLoad:
         """Return the load of the positions `first` to `end` of the prompt."""
         parts, at = [], staged.blocks.first_block
         for part, key in zip(staged.blocks.parts, staged.keys, strict=True):
@@ -170,7 +170,7 @@ class StorageLoads:
             if mine or not part.keep:
                 parts.append(LoadPart(part.data, part.id, start - at if mine else 0, mine, key, part.keep))
             at += part.blocks
-        return Load(request_id, tuple(parts), end if first < end else 0)
+        return StagedLoad(request_id, tuple(parts), end if first < end else 0)
 
 
 def staged_params(params: Mapping[str, Any] | None) -> Any:

@@ -7,20 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvroute_engine.connector.storage.loads import KeptBlocks
-from kvroute_engine.connector.transfer.client import Client, Result
-from kvroute_engine.connector.transfer.pool import Peer
-from kvroute_engine.connector.transfer.transfer_lanes import Transfer
+from kvroute_engine.connector.transfer.client import Result, TransferClient
+from kvroute_engine.connector.transfer.pool import PeerServer
+from kvroute_engine.connector.transfer.transfer_lanes import BlockTransfer
 
 
 @dataclass(slots=True)
 class _Merged:
     """One such pull."""
 
-    whole: Transfer
+    whole: BlockTransfer
     """All blocks, from the prefill instance."""
     kept_id: str
     """Name of the read in the buffer server."""
-    buffer: Peer
+    buffer: PeerServer
     running: set[str]
     """Names of the transfers in progress."""
     failed: set[int]
@@ -31,13 +31,13 @@ class MergedPulls:
     """Pulls in progress that have two sources. Blocks that the buffer server does not deliver are fetched from the
     prefill instance; both may free the blocks when the pull is over."""
 
-    def __init__(self, client: Client, ended: Callable[[str, set[int]], None]) -> None:
+    def __init__(self, client: TransferClient, ended: Callable[[str, set[int]], None]) -> None:
         """Args: `ended` is called with the name of a pull that is over and the local blocks that have not arrived."""
         self._client, self._ended = client, ended
         self._pulls: dict[str, _Merged] = {}
         """By the name of each transfer in progress."""
 
-    def start(self, whole: Transfer, kept: KeptBlocks, buffer: Peer) -> None:
+    def start(self, whole: BlockTransfer, kept: KeptBlocks, buffer: PeerServer) -> None:
         """Start a pull. Args: `whole`: all blocks, from the prefill instance."""
         parts = split(whole, kept, buffer)
         merged = _Merged(whole, kept.id, buffer, {part.request_id for part in parts}, set())
@@ -68,7 +68,7 @@ class MergedPulls:
         return True
 
 
-def split(whole: Transfer, kept: KeptBlocks, buffer: Peer) -> list[Transfer]:
+def split(whole: BlockTransfer, kept: KeptBlocks, buffer: PeerServer) -> list[BlockTransfer]:
     """Divide a pull among its two sources.
 
     Args:
@@ -94,5 +94,5 @@ def split(whole: Transfer, kept: KeptBlocks, buffer: Peer) -> list[Transfer]:
     return parts
 
 
-def _part(whole: Transfer, name: str, blocks: tuple[int, ...], first: int) -> Transfer:
+def _part(whole: BlockTransfer, name: str, blocks: tuple[int, ...], first: int) -> BlockTransfer:
     return replace(whole, request_id=f"{whole.request_id} {name}", blocks=blocks, first=first, release=False)

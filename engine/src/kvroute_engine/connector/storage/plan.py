@@ -6,11 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvroute_engine.connector.storage.loads import KeptBlocks, Load, LoadPart, StorageLoads, staged_params
+from kvroute_engine.connector.storage.loads import (
+    KeptBlocks,
+    LoadPart,
+    StagedLoad,
+    StorageLoads,
+    staged_params,
+)
 from kvroute_engine.connector.storage.write_back import StoredChain, WriteBack, Writes
 
 
-class Prompt(NamedTuple):
+class StorePrompt(NamedTuple):
     """A new request as the store sees it."""
 
     tokens: Sequence[int]
@@ -28,7 +34,7 @@ class StorageStep:
 
     number: int = 0
     """Number of the last step with `writes`."""
-    loads: list[Load] = field(default_factory=list)
+    loads: list[StagedLoad] = field(default_factory=list)
     unused: list[LoadPart] = field(default_factory=list)
     """Reads that are only released."""
     writes: list[Writes] = field(default_factory=list)
@@ -47,7 +53,7 @@ class StoragePlan:
         self._last_written = 0
         self._settled = True
 
-    def arrived(self, request_id: str, params: Mapping[str, Any] | None, prompt: Prompt) -> None:
+    def arrived(self, request_id: str, params: Mapping[str, Any] | None, prompt: StorePrompt) -> None:
         """Store the staged blocks of a request, and begin to write its blocks."""
         staged = staged_params(params)
         if staged is not None:
@@ -129,11 +135,11 @@ class StoragePlan:
         step.number = self._last_written
         return step
 
-    def _plan(self, load: Load) -> None:
+    def _plan(self, load: StagedLoad) -> None:
         parts = tuple(part for part in load.parts if part.blocks)
         self._step.unused.extend(part for part in load.parts if not part.blocks)
         if parts:
-            self._step.loads.append(Load(load.request_id, parts, load.end))
+            self._step.loads.append(StagedLoad(load.request_id, parts, load.end))
 
     def _write(self, writes: Writes | None) -> None:
         if writes is not None:

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvroute_engine.connector.blocks import Fence, Layout, Region
-from kvroute_engine.connector.options import Options
+from kvroute_engine.connector.blocks import BlockLayout, Fence, Region
+from kvroute_engine.connector.options import ConnectorSettings
 from kvroute_engine.connector.storage.loads import LoadPart
 from kvroute_engine.connector.storage.plan import StorageStep
 from kvroute_engine.connector.storage.write_back import Writes
 from kvroute_engine.connector.transfer.block_writer import BlockWriter
-from kvroute_engine.connector.transfer.client import Client, Result
+from kvroute_engine.connector.transfer.client import Result, TransferClient
 from kvroute_engine.connector.transfer.pool import ConnectionPool, buffer_peer
-from kvroute_engine.connector.transfer.transfer_lanes import Progress, Transfer
+from kvroute_engine.connector.transfer.transfer_lanes import BlockTransfer, TransferProgress
 
 FAILED_STEPS = 2
 """Steps after one with a failed load whose writes are skipped: vLLM may have planned them before it learned of the
@@ -41,8 +41,8 @@ class StorageWorker:
     def __init__(
         self,
         regions: Sequence[Region],
-        layout: Layout,
-        options: Options,
+        layout: BlockLayout,
+        options: ConnectorSettings,
         layers: Mapping[str, Sequence[int]],
         fence: Callable[[], Fence | None] = lambda: None,
         environ: Mapping[str, str] | None = None,
@@ -54,12 +54,12 @@ class StorageWorker:
         self._regions, self._options, self._layers, self._rank = regions, options, layers, layout.rank
         self._fence = fence
         token = options.secret() if environ is None else options.secret(environ)
-        self._client = Client(regions, layout, options, environ=environ)
+        self._client = TransferClient(regions, layout, options, environ=environ)
         self._pool = ConnectionPool(layout, options, token)
         self._writer = BlockWriter(
             self._pool, buffer_peer(options.buffer), options.write_back_bytes, checksum=options.checksum
         )
-        self._loading: list[Progress] = []
+        self._loading: list[TransferProgress] = []
         self._failed_blocks: set[int] = set()
         self._copied: set[str] = set()
         self._step = StorageStep()
@@ -152,8 +152,8 @@ class StorageWorker:
         for row, write in zip(np.concatenate(columns, axis=1), fresh, strict=True):
             self._writer.add(write.key, write.parent, row.tobytes())
 
-    def _transfer(self, request_id: str, part: LoadPart) -> Transfer:
-        return Transfer(
+    def _transfer(self, request_id: str, part: LoadPart) -> BlockTransfer:
+        return BlockTransfer(
             request_id=f"{request_id} {part.read_id}",
             peer=buffer_peer(part.data),
             remote_request_id=part.read_id,

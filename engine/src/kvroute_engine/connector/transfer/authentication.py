@@ -22,7 +22,7 @@ _CONTEXT = b"kvroute KV connection 3\0"
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class AuthenticatedSession:
     """Secrets that only the two sides of one connection have: proofs of the token, and a key for each direction."""
 
     client_proof: bytes
@@ -38,7 +38,7 @@ def fresh_nonce() -> bytes:
     return secrets.token_bytes(NONCE_BYTES)
 
 
-def session(token: str, challenge: Challenge, hello: Hello) -> Session:
+def session(token: str, challenge: Challenge, hello: Hello) -> AuthenticatedSession:
     """Return the session of a handshake; `hello.proof` is ignored.
 
     Each value is an HMAC-SHA256 with its own label, so that none can be reflected or used in place of another.
@@ -50,7 +50,7 @@ def session(token: str, challenge: Challenge, hello: Hello) -> Session:
     transcript = b"".join(hashlib.sha256(header).digest() for header in messages)
     secret = hmac.digest(token.encode(), _CONTEXT + transcript, hashlib.sha256)
     labels = (b"client proof", b"server proof", b"client key", b"server key")
-    return Session(*(hmac.digest(secret, label, hashlib.sha256) for label in labels))
+    return AuthenticatedSession(*(hmac.digest(secret, label, hashlib.sha256) for label in labels))
 
 
 def verify_proof(given: bytes, expected: bytes) -> bool:

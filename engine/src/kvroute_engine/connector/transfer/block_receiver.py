@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvroute_engine.connector.transfer.channel import FramedSocket
-from kvroute_engine.connector.transfer.wire import Match, Matched, Refused, Store, Stored, WireError, crc32
+from kvroute_engine.connector.transfer.wire import (
+    Match,
+    Matched,
+    StoreAnswer,
+    StoreBlock,
+    WireError,
+    WireRefusal,
+    crc32,
+)
 from kvroute_engine.errors import InputError
 
 
@@ -28,20 +36,20 @@ class BlockReceiver:
     def __init__(self, store: WritableStore, block_bytes: int) -> None:
         self._store, self._block_bytes = store, block_bytes
 
-    def answer(self, channel: FramedSocket, message: Match | Store) -> None:
+    def answer(self, channel: FramedSocket, message: Match | StoreBlock) -> None:
         """Answer a request. A failure of the store is a refusal with its sentence.
 
         Raises:
             WireError: the block has another size, or was damaged in transit.
             OSError: the connection broke.
         """
-        block = self._received(channel, message) if isinstance(message, Store) else memoryview(b"")
+        block = self._received(channel, message) if isinstance(message, StoreBlock) else memoryview(b"")
         try:
             channel.send(self._done(message, block))
         except InputError as error:
-            channel.send(Refused("store", str(error)))
+            channel.send(WireRefusal("store", str(error)))
 
-    def _received(self, channel: FramedSocket, message: Store) -> memoryview:
+    def _received(self, channel: FramedSocket, message: StoreBlock) -> memoryview:
         if message.nbytes != self._block_bytes:
             raise WireError("malformed", f"a block has {self._block_bytes} bytes, not {message.nbytes}")
         block = memoryview(bytearray(self._block_bytes))
@@ -50,7 +58,7 @@ class BlockReceiver:
             raise WireError("checksum", "a block was damaged in transit")
         return block
 
-    def _done(self, message: Match | Store, block: memoryview) -> Matched | Stored:
+    def _done(self, message: Match | StoreBlock, block: memoryview) -> Matched | StoreAnswer:
         if isinstance(message, Match):
             return Matched(self._store.match(message.keys))
-        return Stored(self._store.write(message.key, message.parent, block))
+        return StoreAnswer(self._store.write(message.key, message.parent, block))

@@ -12,15 +12,15 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvroute_engine.connector.transfer.pool import ConnectionPool, Peer
+from kvroute_engine.connector.transfer.pool import ConnectionPool, PeerServer
 from kvroute_engine.connector.transfer.wire import (
     MATCH_KEYS_MAX,
     Match,
     Matched,
-    Refused,
-    Store,
-    Stored,
+    StoreAnswer,
+    StoreBlock,
     WireError,
+    WireRefusal,
     crc32,
 )
 
@@ -49,7 +49,7 @@ class _Block:
 class BlockWriter:
     """A thread that sends blocks in order. `close` ends it; blocks that wait are lost."""
 
-    def __init__(self, pool: ConnectionPool, peer: Peer, limit_bytes: int, *, checksum: bool = False) -> None:
+    def __init__(self, pool: ConnectionPool, peer: PeerServer, limit_bytes: int, *, checksum: bool = False) -> None:
         """Args: `limit_bytes`: memory for blocks that wait."""
         self._pool, self._peer, self._limit_bytes, self._checksum = pool, peer, limit_bytes, checksum
         self._changed = threading.Condition()
@@ -136,11 +136,11 @@ class BlockWriter:
         """Send one block. Return whether it is done, written or not; False: its parent is missing."""
         view = memoryview(block.data)
         checksum = crc32([view]) if self._checksum else None
-        message = Store(key=block.key, parent=block.parent, nbytes=len(block.data), crc32=checksum)
+        message = StoreBlock(key=block.key, parent=block.parent, nbytes=len(block.data), crc32=checksum)
         reply = self._request(message, [view])
         now = time.monotonic()
         block.until_s = block.until_s or now + PARENT_WAIT_S
-        stored = isinstance(reply, Stored) and reply.stored
+        stored = isinstance(reply, StoreAnswer) and reply.stored
         if not stored and block.parent and now < block.until_s:
             return False
         self._done(block, stored=stored)
@@ -154,9 +154,9 @@ class BlockWriter:
             self._queue.extend(chain)
             self._changed.wait_for(lambda: self._closed, PAUSE_S)
 
-    def _request(self, message: Match | Store, payload: Sequence[memoryview] = ()) -> object:
+    def _request(self, message: Match | StoreBlock, payload: Sequence[memoryview] = ()) -> object:
         channel, reply = self._pool.request(self._peer, message, payload)
-        if isinstance(reply, Refused):
+        if isinstance(reply, WireRefusal):
             self._pool.drop(channel)
             raise WireError(reply.code, reply.reason)
         self._pool.keep(self._peer, channel)

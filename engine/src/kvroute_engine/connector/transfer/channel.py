@@ -16,8 +16,8 @@ from kvroute_engine.connector.transfer.wire import (
     LENGTH_BYTES,
     M,
     Message,
-    Refused,
     WireError,
+    WireRefusal,
     decode,
     decode_length,
     encode,
@@ -112,7 +112,7 @@ class FramedSocket:
         message = self.receive()
         if message is None:
             raise WireError("reset", "the peer has closed the connection")
-        if isinstance(message, Refused):
+        if isinstance(message, WireRefusal):
             raise WireError(message.code, message.reason)
         return message
 

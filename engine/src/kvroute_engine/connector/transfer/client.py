@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvroute_engine.connector.blocks import Layout, Region
-from kvroute_engine.connector.options import Options
+from kvroute_engine.connector.blocks import BlockLayout, Region
+from kvroute_engine.connector.options import ConnectorSettings
 from kvroute_engine.connector.transfer.authentication import fresh_nonce
-from kvroute_engine.connector.transfer.pool import ConnectionPool, Peer
+from kvroute_engine.connector.transfer.pool import ConnectionPool, PeerServer
 from kvroute_engine.connector.transfer.remote_memory import SharedMemory
-from kvroute_engine.connector.transfer.transfer_lanes import Progress, Transfer, TransferLane
+from kvroute_engine.connector.transfer.transfer_lanes import BlockTransfer, TransferLane, TransferProgress
 from kvroute_engine.connector.transfer.wire import Release, Released
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ THREADS_MAX = 256
 class Result:
     """Outcome of a transfer; `failure` is empty, or one word as in `WireError.code`."""
 
-    transfer: Transfer
+    transfer: BlockTransfer
     nbytes: int
     seconds: float
     failure: str = ""
@@ -41,14 +41,14 @@ class Result:
     """Part of `nbytes` that was read from the peer's memory."""
 
 
-class Client:
+class TransferClient:
     """Starts transfers and returns their results. `close` ends all of them."""
 
     def __init__(
         self,
         regions: Sequence[Region],
-        layout: Layout,
-        options: Options,
+        layout: BlockLayout,
+        options: ConnectorSettings,
         *,
         clock: Callable[[], float] = time.monotonic,
         environ: Mapping[str, str] | None = None,
@@ -59,14 +59,14 @@ class Client:
         token = options.secret() if environ is None else options.secret(environ)
         self._pool = ConnectionPool(layout, options, token, memory)
         self._lock = threading.Lock()
-        self._running: dict[str, Progress] = {}
+        self._running: dict[str, TransferProgress] = {}
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="kv-pull")
 
-    def start(self, transfer: Transfer) -> Progress:
+    def start(self, transfer: BlockTransfer) -> TransferProgress:
         """Start a transfer. Its outcome will be among `results`."""
         assert transfer.blocks, "a transfer of no blocks is a release"
-        progress = Progress(transfer, self._regions, fresh_nonce().hex(), self._clock())
+        progress = TransferProgress(transfer, self._regions, fresh_nonce().hex(), self._clock())
         with self._lock:
             self._running[transfer.request_id] = progress
         # A transfer whose prompt has not been started yet waits with one connection.
@@ -80,7 +80,7 @@ class Client:
         if progress:
             progress.cancel()
 
-    def release(self, peer: Peer, remote_request_id: str) -> None:
+    def release(self, peer: PeerServer, remote_request_id: str) -> None:
         """Notify `peer` that the request will not be fetched. If the message is lost, the blocks expire."""
         self._threads.submit(self._release, peer, remote_request_id)
 
@@ -103,11 +103,11 @@ class Client:
         self._pool.close()
         self._threads.shutdown(wait=True)
 
-    def _connections(self, transfer: Transfer) -> int:
+    def _connections(self, transfer: BlockTransfer) -> int:
         nbytes = len(transfer.blocks) * sum(region.block_bytes for region in self._regions)
         return max(1, min(transfer.connections or self._options.connections, nbytes // SHARE_BYTES_MIN))
 
-    def _widen(self, progress: Progress, lanes: int) -> None:
+    def _widen(self, progress: TransferProgress, lanes: int) -> None:
         """Use `lanes` connections for the transfer from now on."""
         with progress.lock:
             fresh = range(progress.lanes, lanes)
@@ -122,7 +122,7 @@ class Client:
             except RuntimeError:  # closed in the meantime
                 self._ended(progress, "reset")
 
-    def _run(self, progress: Progress, lane: TransferLane) -> None:
+    def _run(self, progress: TransferProgress, lane: TransferLane) -> None:
         try:
             failure = lane.carry()
         except Exception:
@@ -131,7 +131,7 @@ class Client:
             failure = "bug"
         self._ended(progress, failure)
 
-    def _ended(self, progress: Progress, failure: str) -> None:
+    def _ended(self, progress: TransferProgress, failure: str) -> None:
         with progress.lock:
             progress.lanes_left -= 1
             progress.failure = progress.failure or failure
@@ -150,7 +150,7 @@ class Client:
         if transfer.release:
             self._release(transfer.peer, transfer.remote_request_id)
 
-    def _release(self, peer: Peer, remote_request_id: str) -> None:
+    def _release(self, peer: PeerServer, remote_request_id: str) -> None:
         try:
             channel, reply = self._pool.request(peer, Release(remote_request_id))
         except OSError as error:

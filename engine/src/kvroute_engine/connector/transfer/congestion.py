@@ -70,7 +70,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentCounters:
     """Counters of connections, added up over their lifetimes: all data, and retransmitted data."""
 
     nbytes: int = 0
@@ -80,11 +80,11 @@ class Sent:
     busy_us: int = 0
     """Time during which data was in flight, added up over all connections, in microseconds."""
 
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(Sent)))
+    def __add__(self, other: SentCounters) -> SentCounters:
+        return SentCounters(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(SentCounters)))
 
-    def __sub__(self, other: Sent) -> Sent:
-        return Sent(*(getattr(self, one.name) - getattr(other, one.name) for one in fields(Sent)))
+    def __sub__(self, other: SentCounters) -> SentCounters:
+        return SentCounters(*(getattr(self, one.name) - getattr(other, one.name) for one in fields(SentCounters)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,36 +127,36 @@ def sample(sock: socket.socket) -> Sample | None:
     return Sample(info, queue_bytes)
 
 
-def sent(info: TcpInfo) -> Sent:
+def sent(info: TcpInfo) -> SentCounters:
     """Return the counters of a connection."""
-    return Sent(info.bytes_sent, info.data_segs_out, info.bytes_retrans, info.total_retrans, info.busy_time_us)
+    return SentCounters(info.bytes_sent, info.data_segs_out, info.bytes_retrans, info.total_retrans, info.busy_time_us)
 
 
 def gauges(samples: Iterable[Sample]) -> Gauges:
     """Aggregate the connections that carry data. All fields are 0 if none does."""
-    busy = [one for one in samples if one.queue_bytes]
+    busy = [sample for sample in samples if sample.queue_bytes]
     if not busy:
         return Gauges()
-    shortest_us = min((one.info.min_rtt_us for one in busy if 0 < one.info.min_rtt_us < _NO_RTT_US), default=0)
+    shortest_us = min((sample.info.min_rtt_us for sample in busy if 0 < sample.info.min_rtt_us < _NO_RTT_US), default=0)
     return Gauges(
         connections=len(busy),
-        rtt_s=sum(one.info.rtt_us for one in busy) / len(busy) / 1e6,
+        rtt_s=sum(sample.info.rtt_us for sample in busy) / len(busy) / 1e6,
         min_rtt_s=shortest_us / 1e6,
-        cwnd_bytes=float(sum(one.info.snd_cwnd * one.info.snd_mss for one in busy)),
-        queue_bytes=float(sum(one.queue_bytes for one in busy)),
-        delivery_bytes_per_s=float(sum(one.info.delivery_rate for one in busy)),
-        unsent_bytes=float(sum(one.info.notsent_bytes for one in busy)),
+        cwnd_bytes=float(sum(sample.info.snd_cwnd * sample.info.snd_mss for sample in busy)),
+        queue_bytes=float(sum(sample.queue_bytes for sample in busy)),
+        delivery_bytes_per_s=float(sum(sample.info.delivery_rate for sample in busy)),
+        unsent_bytes=float(sum(sample.info.notsent_bytes for sample in busy)),
     )
 
 
-_REST = (Sent(), Gauges())
+_REST = (SentCounters(), Gauges())
 
 
 @dataclass(slots=True)
 class _Connection:
     sock: socket.socket
     target: str
-    reported: Sent = field(default_factory=Sent)
+    reported: SentCounters = field(default_factory=SentCounters)
 
 
 class TcpMonitor:
@@ -165,7 +165,7 @@ class TcpMonitor:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[int, _Connection] = {}
-        self._left: dict[str, Sent] = {}
+        self._left: dict[str, SentCounters] = {}
         """Counts of the connections closed since the last `read`, without what was reported before."""
         self._busy: set[str] = set()
         """Targets that were not idle at the last `read`."""
@@ -181,14 +181,14 @@ class TcpMonitor:
             connection = self._open.pop(id(sock), None)
             if connection and (last := sample(sock)):
                 target = connection.target
-                self._left[target] = self._left.get(target, Sent()) + (sent(last.info) - connection.reported)
+                self._left[target] = self._left.get(target, SentCounters()) + (sent(last.info) - connection.reported)
 
     def ignore(self, sock: socket.socket) -> None:
         """Unregister `sock` without a report of what it has sent since the last `read`."""
         with self._lock:
             self._open.pop(id(sock), None)
 
-    def read(self) -> dict[str, tuple[Sent, Gauges]]:
+    def read(self) -> dict[str, tuple[SentCounters, Gauges]]:
         """Return, by target, the data sent since the last call and the current gauges. Omits targets that stay idle."""
         with self._lock:
             counts, self._left = self._left, {}
@@ -198,7 +198,9 @@ class TcpMonitor:
                 if now is None:
                     continue
                 counters = sent(now.info)
-                counts[connection.target] = counts.get(connection.target, Sent()) + (counters - connection.reported)
+                counts[connection.target] = counts.get(connection.target, SentCounters()) + (
+                    counters - connection.reported
+                )
                 connection.reported = counters
                 samples.setdefault(connection.target, []).append(now)
             found = {target: (counts[target], gauges(samples.get(target, ()))) for target in sorted(counts)}

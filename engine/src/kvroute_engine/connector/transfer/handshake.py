@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from kvroute_engine.connector.blocks import Layout
-from kvroute_engine.connector.options import Options
+from kvroute_engine.connector.blocks import BlockLayout
+from kvroute_engine.connector.options import ConnectorSettings
 from kvroute_engine.connector.transfer.authentication import address_of, fresh_nonce, session, verify_proof
 from kvroute_engine.connector.transfer.channel import FramedSocket, tune
-from kvroute_engine.connector.transfer.wire import VERSION, Challenge, Hello, Refused, Welcome, WireError
+from kvroute_engine.connector.transfer.wire import VERSION, Challenge, Hello, Welcome, WireError, WireRefusal
 
 _REASON_CHARACTERS_MAX = 500
 """Maximum length of a reason, so that a refusal fits into a frame of the handshake."""
 
 
-def greet(channel: FramedSocket, token: str, layout: Layout, traffic_class: str, instance: str) -> None:
+def greet(channel: FramedSocket, token: str, layout: BlockLayout, traffic_class: str, instance: str) -> None:
     """Perform the handshake with the server that `channel` is connected to.
 
     Args:
@@ -53,9 +53,9 @@ def greet(channel: FramedSocket, token: str, layout: Layout, traffic_class: str,
 def accept_handshake(
     channel: FramedSocket,
     token: str,
-    options: Options,
+    options: ConnectorSettings,
     room: Callable[[], bool],
-    mismatch: Callable[[Layout], str],
+    mismatch: Callable[[BlockLayout], str],
 ) -> Hello:
     """Perform the handshake with a peer and prepare its connection for sending KV.
 
@@ -72,14 +72,14 @@ def accept_handshake(
     hello = channel.expect(Hello)
     if hello.version != VERSION:
         raise _refused(
-            channel, Refused("version", f"this side has protocol version {VERSION}, the peer {hello.version}")
+            channel, WireRefusal("version", f"this side has protocol version {VERSION}, the peer {hello.version}")
         )
     keys = session(token, challenge, hello)
     if not verify_proof(hello.proof, keys.client_proof):
-        raise _refused(channel, Refused("token", "the peer has a different token"))
-    refusal = _refusal(channel, hello, options) if room() else Refused("busy", "too many KV connections")
+        raise _refused(channel, WireRefusal("token", "the peer has a different token"))
+    refusal = _refusal(channel, hello, options) if room() else WireRefusal("busy", "too many KV connections")
     if refusal is None and (reason := mismatch(hello.layout)):
-        refusal = Refused("layout", reason)
+        refusal = WireRefusal("layout", reason)
     if refusal:
         raise _refused(channel, refusal)
     tune(
@@ -93,15 +93,15 @@ def accept_handshake(
     return hello
 
 
-def _refused(channel: FramedSocket, refusal: Refused) -> WireError:
+def _refused(channel: FramedSocket, refusal: WireRefusal) -> WireError:
     channel.send(replace(refusal, reason=refusal.reason[:_REASON_CHARACTERS_MAX]))
     return WireError(refusal.code, refusal.reason)
 
 
-def _refusal(channel: FramedSocket, hello: Hello, options: Options) -> Refused | None:
+def _refusal(channel: FramedSocket, hello: Hello, options: ConnectorSettings) -> WireRefusal | None:
     here = address_of(channel.sock.getsockname())
     if options.protected and (hello.host, hello.port) != here and not _advertised(hello, here[1], options):
-        return Refused(
+        return WireRefusal(
             "address",
             f"the peer has connected to {hello.host} port {hello.port}, but this server is {here[0]} port {here[1]}: "
             "where addresses are translated, advertised_host must name the address that peers connect to",
@@ -109,7 +109,7 @@ def _refusal(channel: FramedSocket, hello: Hello, options: Options) -> Refused |
     return None
 
 
-def _advertised(hello: Hello, port: int, options: Options) -> bool:
+def _advertised(hello: Hello, port: int, options: ConnectorSettings) -> bool:
     """Return whether the peer connected to the advertised address, even if the network translates it to another one."""
     try:
         found = socket.getaddrinfo(options.advertised(), port, type=socket.SOCK_STREAM)
@@ -118,7 +118,7 @@ def _advertised(hello: Hello, port: int, options: Options) -> bool:
     return any(address_of((str(address[0]), port)) == (hello.host, hello.port) for *_, address in found)
 
 
-def difference(ours: Layout, theirs: Layout) -> str:
+def difference(ours: BlockLayout, theirs: BlockLayout) -> str:
     """Describe the first field in which two layouts differ; empty if they are equal."""
     for field in ours.__struct_fields__:
         here, there = getattr(ours, field), getattr(theirs, field)

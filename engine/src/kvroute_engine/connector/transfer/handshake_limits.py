@@ -35,8 +35,8 @@ class Handshakes(Generic[C]):
         self._begun += 1
         if len(self._network) <= self._most:
             return None
-        crowd = max(self._by_network.values(), key=lambda members: (len(members), -next(iter(members.values()))))
-        oldest = next(iter(crowd))
+        largest = max(self._by_network.values(), key=lambda members: (len(members), -next(iter(members.values()))))
+        oldest = next(iter(largest))
         self.end(oldest)
         return oldest
 

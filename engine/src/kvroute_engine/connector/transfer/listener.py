@@ -19,7 +19,7 @@ REPORT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ListenerLimits:
     """Limits on the server resources that peers may use, with and without a proof of the token."""
 
     handshake_s: float = HANDSHAKE_S
@@ -36,13 +36,13 @@ Serve: TypeAlias = Callable[[FramedSocket, str, Admit], None]
 """Serves the peer of a channel, at an address, until it disconnects."""
 
 
-LIMITS = Limits()
+LIMITS = ListenerLimits()
 
 
-class Listener:
+class PeerListener:
     """Listens from its creation on. `close` ends every thread and connection that it has started."""
 
-    def __init__(self, host: str, port: int, timeout_s: float, serve: Serve, limits: Limits = LIMITS) -> None:
+    def __init__(self, host: str, port: int, timeout_s: float, serve: Serve, limits: ListenerLimits = LIMITS) -> None:
         """A peer must move a byte within `timeout_s`. `serve` runs in a separate thread for each connection."""
         self._timeout_s, self._serve, self._limits = timeout_s, serve, limits
         self._lock = threading.Lock()

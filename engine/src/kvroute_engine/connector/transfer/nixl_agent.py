@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import uuid
 
-from kvroute_engine.connector.transfer.remote_memory import Agent
+from kvroute_engine.connector.transfer.remote_memory import NixlAgent
 from kvroute_engine.errors import InputError
 
 _OPTION = "kv_connector_extra_config.data_plane"
 
 
-def nixl_agent() -> Agent:
+def nixl_agent() -> NixlAgent:
     """Create an agent with NIXL's backend UCX.
 
     It has no thread of its own: a progress thread of NIXL polls without a pause, which takes a core. Where UCX has no
@@ -36,7 +36,7 @@ def nixl_agent() -> Agent:
     strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=strict)
     try:
-        agent: Agent = make(f"kvroute-{uuid.uuid4()}", config)
+        agent: NixlAgent = make(f"kvroute-{uuid.uuid4()}", config)
     except Exception as error:  # NIXL's errors have no common class
         raise InputError(
             f"data_plane is nixl, but its backend UCX does not start: {error}",

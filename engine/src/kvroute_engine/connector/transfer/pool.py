@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvroute_engine.addresses import host_port
-from kvroute_engine.connector.blocks import Layout
-from kvroute_engine.connector.options import KV_CLASS, STORAGE_CLASS, Options
+from kvroute_engine.connector.blocks import BlockLayout
+from kvroute_engine.connector.options import KV_CLASS, STORAGE_CLASS, ConnectorSettings
 from kvroute_engine.connector.transfer.channel import FramedSocket, probed, tune
 from kvroute_engine.connector.transfer.handshake import greet
 from kvroute_engine.connector.transfer.remote_memory import RemoteMemory, SharedMemory
@@ -23,7 +23,7 @@ IDLE_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PeerServer:
     """A prefill instance's server, and the traffic class of its packets."""
 
     host: str
@@ -37,10 +37,10 @@ class Peer:
         return self.instance or host_port(self.host, self.port)
 
 
-def buffer_peer(address: str) -> Peer:
+def buffer_peer(address: str) -> PeerServer:
     """Return the buffer server at `host:port`."""
     host, _, port = address.rpartition(":")
-    return Peer(host.strip("[]"), int(port), f"buffer {address}", STORAGE_CLASS)
+    return PeerServer(host.strip("[]"), int(port), f"buffer {address}", STORAGE_CLASS)
 
 
 TCP_S = 60.0
@@ -50,18 +50,22 @@ TCP_S = 60.0
 class ConnectionPool:
     """Every connection belongs to one thread or is idle. `close` aborts all of them."""
 
-    def __init__(self, layout: Layout, options: Options, token: str, memory: SharedMemory | None = None) -> None:
+    def __init__(
+        self, layout: BlockLayout, options: ConnectorSettings, token: str, memory: SharedMemory | None = None
+    ) -> None:
         """Args: `memory`: the local KV cache, into which peers' blocks are read by NIXL; None: TCP only."""
         self._layout, self._options, self._token, self._memory = layout, options, token, memory
         self._remote: dict[FramedSocket, RemoteMemory] = {}
-        self._tcp_until: dict[Peer, float] = {}
+        self._tcp_until: dict[PeerServer, float] = {}
         """Peers whose KV is transferred over TCP, and until when, on the clock `time.monotonic`."""
-        self._idle: dict[Peer, list[FramedSocket]] = {}
+        self._idle: dict[PeerServer, list[FramedSocket]] = {}
         self._open: set[FramedSocket] = set()
         self._lock = threading.Lock()
         self._closed = False
 
-    def request(self, peer: Peer, message: Request, payload: Sequence[memoryview] = ()) -> tuple[FramedSocket, Message]:
+    def request(
+        self, peer: PeerServer, message: Request, payload: Sequence[memoryview] = ()
+    ) -> tuple[FramedSocket, Message]:
         """Send on an idle connection, or on a new one if that has died. Return the header of the response.
 
         Raises:
@@ -87,7 +91,7 @@ class ConnectionPool:
         """Return the peer's memory from which parts are read; None if their bytes come over this connection."""
         return self._remote.get(channel)
 
-    def use_tcp(self, peer: Peer, why: object) -> None:
+    def use_tcp(self, peer: PeerServer, why: object) -> None:
         """Transfer the KV of a peer over TCP for a while."""
         with self._lock:
             known = self._avoids_nixl(peer)
@@ -95,7 +99,7 @@ class ConnectionPool:
         if not known:
             log.warning("the KV of %s is transferred over TCP: %s", peer.source, why)
 
-    def keep(self, peer: Peer, channel: FramedSocket) -> None:
+    def keep(self, peer: PeerServer, channel: FramedSocket) -> None:
         """Keep a connection whose response has been read to its end."""
         with self._lock:
             idle = self._idle.setdefault(peer, [])
@@ -125,7 +129,7 @@ class ConnectionPool:
         for channel in busy:
             channel.abort()  # its thread closes it: otherwise the descriptor could be reused before the thread wakes
 
-    def _kept(self, peer: Peer) -> FramedSocket | None:
+    def _kept(self, peer: PeerServer) -> FramedSocket | None:
         while True:
             with self._lock:
                 idle = self._idle.get(peer)
@@ -134,13 +138,13 @@ class ConnectionPool:
                     return channel
             self.drop(channel)
 
-    def _avoids_nixl(self, peer: Peer) -> bool:
+    def _avoids_nixl(self, peer: PeerServer) -> bool:
         return time.monotonic() < self._tcp_until.get(peer, 0.0)
 
-    def _uses_nixl(self, peer: Peer) -> bool:
+    def _uses_nixl(self, peer: PeerServer) -> bool:
         return self._memory is not None and peer.traffic_class != STORAGE_CLASS and not self._avoids_nixl(peer)
 
-    def _connect(self, peer: Peer) -> FramedSocket:
+    def _connect(self, peer: PeerServer) -> FramedSocket:
         """Return a new connection, which reads from the peer's memory if both sides have NIXL."""
         channel = self._greeted(peer)
         if self._memory is None or not self._uses_nixl(peer):
@@ -161,7 +165,7 @@ class ConnectionPool:
                 self._remote[channel] = remote
         return channel
 
-    def _greeted(self, peer: Peer) -> FramedSocket:
+    def _greeted(self, peer: PeerServer) -> FramedSocket:
         sock = socket.create_connection((peer.host, peer.port), self._options.timeout_s)
         channel = FramedSocket(sock, self._options.timeout_s)
         with self._lock:

@@ -49,7 +49,7 @@ class BlockCopy:
     there: Sequence[int]
 
 
-class Agent(Protocol):
+class NixlAgent(Protocol):
     """The methods of `nixl_agent` that kvroute uses. Its exceptions have no common base class."""
 
     def register_memory(self, reg_list: Any, mem_type: str) -> Any:
@@ -111,7 +111,7 @@ class SharedMemory:
     """This rank's KV cache, which peers may read, and the caches of peers. Thread-safe: the agent is called under a
     lock, because UCX does not lock by itself."""
 
-    def __init__(self, regions: Sequence[Region], agent: Agent) -> None:
+    def __init__(self, regions: Sequence[Region], agent: NixlAgent) -> None:
         """Register the regions.
 
         Raises:

@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from kvroute_engine.connector.blocks import Fence, Layout, Region
-from kvroute_engine.connector.options import Options
+from kvroute_engine.connector.blocks import BlockLayout, Fence, Region
+from kvroute_engine.connector.options import ConnectorSettings
 from kvroute_engine.connector.transfer.block_leases import BlockLease, BlockLeases, Computing, Freed
 from kvroute_engine.connector.transfer.block_receiver import BlockReceiver
 from kvroute_engine.connector.transfer.channel import FramedSocket
 from kvroute_engine.connector.transfer.chunk_scheduler import Chunk, ChunkScheduler
-from kvroute_engine.connector.transfer.congestion import Gauges, Sent, TcpMonitor
+from kvroute_engine.connector.transfer.congestion import Gauges, SentCounters, TcpMonitor
 from kvroute_engine.connector.transfer.faults import corrupt, misplaced
 from kvroute_engine.connector.transfer.handshake import accept_handshake, difference
-from kvroute_engine.connector.transfer.listener import Admit, Listener
+from kvroute_engine.connector.transfer.listener import Admit, PeerListener
 from kvroute_engine.connector.transfer.remote_memory import (
     READ_BLOCKS_MAX,
     READ_BYTES_MAX,
@@ -30,19 +30,19 @@ from kvroute_engine.connector.transfer.remote_memory import (
 from kvroute_engine.connector.transfer.wire import (
     Attach,
     Attached,
+    BlockPart,
     Copied,
-    End,
     Fetch,
+    KeepAlive,
+    LaneEnd,
     Match,
-    Part,
-    Parts,
-    Refused,
+    MemoryParts,
     Release,
     Released,
     Request,
-    Store,
-    Waiting,
+    StoreBlock,
     WireError,
+    WireRefusal,
     crc32,
 )
 
@@ -51,14 +51,14 @@ UNKNOWN_WAIT_S = 5.0
 worker. At most half of `timeout_s` is used, so that the refusal arrives before the peer times out."""
 
 
-class Server:
+class TransferServer:
     """Listens from its creation on. `close` ends every thread and connection that it has started."""
 
     def __init__(
         self,
         regions: Sequence[Region],
-        layout: Layout,
-        options: Options,
+        layout: BlockLayout,
+        options: ConnectorSettings,
         *,
         port_offset: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -95,7 +95,7 @@ class Server:
         port = options.port + port_offset if options.port else 0
         if memory is not None:
             memory.serve()
-        self._listener = Listener(options.host, port, options.timeout_s, self._accepted) if listen else None
+        self._listener = PeerListener(options.host, port, options.timeout_s, self._accepted) if listen else None
 
     @property
     def address(self) -> tuple[str, int]:
@@ -154,7 +154,7 @@ class Server:
                     channel.abort()
             self._changed.wait_for(lambda: not hold.readers)
 
-    def links(self) -> dict[str, tuple[Sent, Gauges]]:
+    def links(self) -> dict[str, tuple[SentCounters, Gauges]]:
         """Return, by decode instance, the data sent since the last call and its connections' state; see
         `TcpMonitor`."""
         return self._links.read()
@@ -201,7 +201,7 @@ class Server:
             case Release():
                 self.forget(message.request_id)
                 channel.send(Released(message.request_id))
-            case Match() | Store():
+            case Match() | StoreBlock():
                 assert self._receiver is not None, "only then these messages are accepted"
                 self._receiver.answer(channel, message)
             case Attach():
@@ -219,7 +219,7 @@ class Server:
 
     def _send(self, channel: FramedSocket, message: Fetch) -> None:
         found = self._find(channel, message)
-        if isinstance(found, Refused):
+        if isinstance(found, WireRefusal):
             channel.send(found)
             return
         try:
@@ -235,7 +235,7 @@ class Server:
         if self._on_release is not None:
             self._on_release()
 
-    def _find(self, channel: FramedSocket, fetch: Fetch) -> BlockLease | Refused:
+    def _find(self, channel: FramedSocket, fetch: Fetch) -> BlockLease | WireRefusal:
         left_s = min(fetch.wait_s, self._options.hold_s) or self._unknown_wait_s
         while True:
             pause_s = min(left_s, self._beat_s)
@@ -244,21 +244,21 @@ class Server:
                 known = self._changed.wait_for(lambda: self._known(fetch.request_id), pause_s)
                 if known or left_s <= 0:
                     return self._enter(channel, fetch)
-            channel.send(Waiting())
+            channel.send(KeepAlive())
 
     def _known(self, request_id: str) -> bool:
         return self._closed or self._holds.state(request_id) != "unknown"
 
-    def _enter(self, channel: FramedSocket, fetch: Fetch) -> BlockLease | Refused:
+    def _enter(self, channel: FramedSocket, fetch: Fetch) -> BlockLease | WireRefusal:
         name = fetch.request_id
         match self._holds.state(name):
             case "gone":
-                return Refused("gone", f"the blocks of request {name} have expired or were released")
+                return WireRefusal("gone", f"the blocks of request {name} have expired or were released")
             case "unknown":
-                return Refused("unknown", f"no request {name} is held here")
+                return WireRefusal("unknown", f"no request {name} is held here")
         hold = self._holds.read(name, fetch.first, fetch.count)
         if hold is None:
-            return Refused("range", f"request {name} holds fewer blocks than requested")
+            return WireRefusal("range", f"request {name} holds fewer blocks than requested")
         self._reading[channel] = hold
         return hold
 
@@ -275,7 +275,7 @@ class Server:
             if isinstance(dealt, list):
                 self._send_chunks(channel, fetch, hold, dealt)
             else:
-                channel.send(dealt or Waiting())
+                channel.send(dealt or KeepAlive())
                 if dealt:
                     return
 
@@ -289,7 +289,7 @@ class Server:
 
     def _deal(
         self, channel: FramedSocket, fetch: Fetch, hold: BlockLease, stripe: ChunkScheduler, turn: int
-    ) -> list[Chunk] | End | Refused | None:
+    ) -> list[Chunk] | LaneEnd | WireRefusal | None:
         """Return what a lane sends next.
 
         Returns:
@@ -299,22 +299,22 @@ class Server:
         if self._closed:
             raise WireError("reset", "closed")
         if hold.stopped:
-            return Refused("gone", f"request {fetch.request_id} was aborted")
+            return WireRefusal("gone", f"request {fetch.request_id} was aborted")
         if stripe.turn(fetch.lane) != turn:
             raise WireError("reset", "the peer has abandoned this connection")
         if not hold.computing and fetch.first + fetch.count > len(hold.blocks):
-            return Refused("range", f"request {fetch.request_id} holds fewer blocks than requested")
+            return WireRefusal("range", f"request {fetch.request_id} holds fewer blocks than requested")
         if channel in self._attached and not hold.fences:
             most = min(READ_BYTES_MAX, READ_BLOCKS_MAX * min(region.block_bytes for region in self._regions))
             pieces = stripe.take_together(fetch.lane, hold.ready, most=most, least=READ_BYTES_MIN)
         else:  # one region, so that it does not wait for the fences of others
             piece = stripe.take(fetch.lane, hold.ready)
             pieces = [piece] if piece else []
-        return pieces or (End() if stripe.dealt else None)
+        return pieces or (LaneEnd() if stripe.dealt else None)
 
     def _send_chunks(self, channel: FramedSocket, fetch: Fetch, hold: BlockLease, pieces: Sequence[Chunk]) -> None:
         if channel in self._attached:
-            channel.send(Parts(tuple([self._part(fetch, hold, piece, by_number=True)[0] for piece in pieces])))
+            channel.send(MemoryParts(tuple([self._part(fetch, hold, piece, by_number=True)[0] for piece in pieces])))
             self._wait_copied(channel, pieces[-1].number)
             return
         for piece in pieces:
@@ -322,7 +322,7 @@ class Server:
 
     def _part(
         self, fetch: Fetch, hold: BlockLease, piece: Chunk, *, by_number: bool = False
-    ) -> tuple[Part, list[memoryview]]:
+    ) -> tuple[BlockPart, list[memoryview]]:
         """Return a chunk's header and its bytes. Args: `by_number`: the peer reads the blocks itself; the header names
         them, and the bytes are not needed."""
         with self._changed:
@@ -337,7 +337,7 @@ class Server:
         numbers: Sequence[int] = ()
         if by_number:
             numbers = misplaced(Path(fault_file), piece, blocks) if fault_file else blocks
-        part = Part(
+        part = BlockPart(
             region=piece.region,
             first=piece.first,
             count=piece.count,
@@ -358,11 +358,11 @@ class Server:
             message = channel.receive_next()
             if message == Copied(number):
                 return
-            if not isinstance(message, Waiting):
+            if not isinstance(message, KeepAlive):
                 raise WireError("malformed", f"{type(message).__name__} instead of Copied")
 
 
-def _mismatch(fetch: Fetch, hold: BlockLease) -> Refused | None:
+def _mismatch(fetch: Fetch, hold: BlockLease) -> WireRefusal | None:
     if fetch.prompt and hold.prompt and fetch.prompt != hold.prompt:
-        return Refused("prompt", f"request {fetch.request_id} has different tokens here and on the decode instance")
+        return WireRefusal("prompt", f"request {fetch.request_id} has different tokens here and on the decode instance")
     return None

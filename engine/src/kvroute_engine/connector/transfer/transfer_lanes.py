@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 
 from kvroute_engine.connector.blocks import Fence, Region
 from kvroute_engine.connector.transfer.channel import FramedSocket
-from kvroute_engine.connector.transfer.pool import ConnectionPool, Peer
+from kvroute_engine.connector.transfer.pool import ConnectionPool, PeerServer
 from kvroute_engine.connector.transfer.remote_memory import BlockCopy, RemoteMemory
 from kvroute_engine.connector.transfer.wire import (
+    BlockPart,
     Copied,
-    End,
     Fetch,
+    KeepAlive,
+    LaneEnd,
+    MemoryParts,
     Message,
-    Part,
-    Parts,
-    Waiting,
     WireError,
     crc32,
 )
@@ -31,12 +31,12 @@ transfer during them. After any other failure a lane gives up at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class BlockTransfer:
     """Blocks from position `first` of a request on `peer`, and the local blocks that receive them, in order."""
 
     request_id: str
     """Local name of the request."""
-    peer: Peer
+    peer: PeerServer
     remote_request_id: str
     first: int
     blocks: tuple[int, ...]
@@ -53,10 +53,10 @@ class Transfer:
     """Must be passed before the local blocks are written: the device may still use their earlier content."""
 
 
-class Progress:
+class TransferProgress:
     """Received blocks and active lanes of a transfer, shared by its threads."""
 
-    def __init__(self, transfer: Transfer, regions: Sequence[Region], name: str, began: float) -> None:
+    def __init__(self, transfer: BlockTransfer, regions: Sequence[Region], name: str, began: float) -> None:
         """`name` identifies the transfer to the peer and is unique; `began` is the start time, in seconds."""
         self.transfer, self.regions, self.name, self.began = transfer, regions, name, began
         self.lock = threading.Condition()
@@ -93,7 +93,7 @@ class Progress:
         with self.lock:
             self._channels.discard(channel)
 
-    def receive(self, channel: FramedSocket, part: Part) -> None:
+    def receive(self, channel: FramedSocket, part: BlockPart) -> None:
         """Read a part's bytes from `channel` to their places in the cache.
 
         Raises:
@@ -108,7 +108,7 @@ class Progress:
             self.transfer.fence()
         region.landed(here, views)
 
-    def copy(self, channel: FramedSocket, remote: RemoteMemory, parts: Sequence[Part], beat_s: float) -> Message:
+    def copy(self, channel: FramedSocket, remote: RemoteMemory, parts: Sequence[BlockPart], beat_s: float) -> Message:
         """Read parts from the peer's memory to their places in the cache. Return the peer's confirmation, its next
         message. Args: `beat_s`: interval of messages to the peer during the read, in seconds.
 
@@ -123,14 +123,14 @@ class Progress:
                 raise WireError("malformed", f"{len(part.blocks)} numbers of {part.count} blocks")
         if self.transfer.fence:
             self.transfer.fence()
-        remote.read(copies, lambda: channel.send(Waiting()), beat_s)
+        remote.read(copies, lambda: channel.send(KeepAlive()), beat_s)
         for part, copy in zip(parts, copies, strict=True):
             if part.crc32 is not None and crc32(self.regions[copy.region].outgoing(copy.here)) != part.crc32:
                 raise _damaged(part)
         channel.send(Copied(parts[-1].number))
         return channel.receive_next()
 
-    def count_arrived(self, part: Part, *, nixl: bool) -> None:
+    def count_arrived(self, part: BlockPart, *, nixl: bool) -> None:
         """Count a part whose bytes are in their places. Args: `nixl`: they were read from the peer's memory."""
         start, count = part.first - self.transfer.first, part.count
         landed, block_bytes = self._landed[part.region], self.regions[part.region].block_bytes
@@ -144,7 +144,7 @@ class Progress:
             if not self._missing[part.region]:
                 self.lock.notify_all()
 
-    def _place(self, part: Part) -> tuple[Region, tuple[int, ...]]:
+    def _place(self, part: BlockPart) -> tuple[Region, tuple[int, ...]]:
         start, count = part.first - self.transfer.first, part.count
         regions, blocks = self.regions, self.transfer.blocks
         known = 0 <= part.region < len(regions) and 0 <= start < start + count <= len(blocks)
@@ -170,7 +170,7 @@ class TransferLane:
     def __init__(
         self,
         number: int,
-        progress: Progress,
+        progress: TransferProgress,
         pool: ConnectionPool,
         first_part: Callable[[], None],
         beat_s: float,
@@ -229,21 +229,21 @@ class TransferLane:
 
     def _listen(self, channel: FramedSocket, message: Message) -> None:
         remote = self._pool.remote_memory(channel)
-        while not isinstance(message, End):
-            if isinstance(message, Part):
+        while not isinstance(message, LaneEnd):
+            if isinstance(message, BlockPart):
                 self._progress.receive(channel, message)
                 self._count([message], nixl=False)
                 message = channel.receive_next()
-            elif isinstance(message, Parts) and remote is not None:
+            elif isinstance(message, MemoryParts) and remote is not None:
                 parts = message.parts
                 message = self._progress.copy(channel, remote, parts, self._beat_s)
                 self._count(parts, nixl=True)
-            elif isinstance(message, Waiting):
+            elif isinstance(message, KeepAlive):
                 message = channel.receive_next()
             else:
                 raise WireError("malformed", f"{type(message).__name__} instead of Part")
 
-    def _count(self, parts: Sequence[Part], *, nixl: bool) -> None:
+    def _count(self, parts: Sequence[BlockPart], *, nixl: bool) -> None:
         for part in parts:
             self._progress.count_arrived(part, nixl=nixl)
         if self._after < 0:
@@ -251,7 +251,7 @@ class TransferLane:
         self._after = parts[-1].number
 
 
-def _damaged(part: Part) -> WireError:
+def _damaged(part: BlockPart) -> WireError:
     return WireError("checksum", f"blocks of region {part.region} were damaged in transit")
 
 

@@ -1,7 +1,7 @@
 """Messages between two instances, and their frames: a length, a msgpack header and, after the handshake, a tag.
 
-A frame of kind `Part` is followed by raw KV bytes. Everything here is a pure function over bytes; `channel` reads and
-writes sockets, `authentication` computes tags.
+A frame of kind `BlockPart` is followed by raw KV bytes. Everything here is a pure function over bytes; `channel` reads
+and writes sockets, `authentication` computes tags.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from kvroute_engine.connector.blocks import BlockNumber, Extent, Layout
+from kvroute_engine.connector.blocks import BlockLayout, BlockNumber, Extent
 
 VERSION = 6
 HANDSHAKE_BYTES_MAX = 4 << 10
@@ -45,7 +45,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", kw_only=True):
     """IP address that the client has connected to."""
     port: int
     """TCP port that the client has connected to."""
-    layout: Layout
+    layout: BlockLayout
     traffic_class: str
     instance: str
     proof: bytes = b""
@@ -90,10 +90,10 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch", kw_only=True):
     """Time for which the request may be unknown to the server, in seconds; 0: the server's default."""
 
 
-class Part(msgspec.Struct, frozen=True, tag="part", kw_only=True):
+class BlockPart(msgspec.Struct, frozen=True, tag="part", kw_only=True):
     """Header of `nbytes` raw bytes, which are `count` blocks of one region from position `first` on.
 
-    In `Parts` no bytes follow.
+    In `MemoryParts` no bytes follow.
     """
 
     region: int
@@ -104,13 +104,13 @@ class Part(msgspec.Struct, frozen=True, tag="part", kw_only=True):
     nbytes: int
     crc32: int | None = None
     blocks: tuple[BlockNumber, ...] = ()
-    """In `Parts`: numbers of the blocks in the server's cache."""
+    """In `MemoryParts`: numbers of the blocks in the server's cache."""
 
 
-class Parts(msgspec.Struct, frozen=True, tag="parts"):
+class MemoryParts(msgspec.Struct, frozen=True, tag="parts"):
     """Parts of any regions that the client reads together from the server's memory. It answers with `Copied`."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[BlockPart, ...]
 
 
 class Copied(msgspec.Struct, frozen=True, tag="copied"):
@@ -123,11 +123,11 @@ class Copied(msgspec.Struct, frozen=True, tag="copied"):
     number: int
 
 
-class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
+class KeepAlive(msgspec.Struct, frozen=True, tag="waiting"):
     """Keep-alive message while there is nothing to send, or while a read from memory is in progress."""
 
 
-class End(msgspec.Struct, frozen=True, tag="end"):
+class LaneEnd(msgspec.Struct, frozen=True, tag="end"):
     """No chunk is left for this lane."""
 
 
@@ -155,7 +155,7 @@ class Matched(msgspec.Struct, frozen=True, tag="matched"):
     blocks: int
 
 
-class Store(msgspec.Struct, frozen=True, tag="store", kw_only=True):
+class StoreBlock(msgspec.Struct, frozen=True, tag="store", kw_only=True):
     """Header of one full block, region by region, that a buffer server is to write to its store."""
 
     key: bytes
@@ -165,13 +165,13 @@ class Store(msgspec.Struct, frozen=True, tag="store", kw_only=True):
     crc32: int | None = None
 
 
-class Stored(msgspec.Struct, frozen=True, tag="stored"):
-    """Answer to `Store`: whether the block is in the store now. It is not if its parent is missing there."""
+class StoreAnswer(msgspec.Struct, frozen=True, tag="stored"):
+    """Answer to `StoreBlock`: whether the block is in the store now. It is not if its parent is missing there."""
 
     stored: bool
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class WireRefusal(msgspec.Struct, frozen=True, tag="refused"):
     """Refusal, with its reason."""
 
     code: Code
@@ -185,20 +185,20 @@ Message: TypeAlias = (
     | Attach
     | Attached
     | Fetch
-    | Part
-    | Parts
+    | BlockPart
+    | MemoryParts
     | Copied
-    | Waiting
-    | End
+    | KeepAlive
+    | LaneEnd
     | Release
     | Released
     | Match
     | Matched
-    | Store
-    | Stored
-    | Refused
+    | StoreBlock
+    | StoreAnswer
+    | WireRefusal
 )
-Request: TypeAlias = Attach | Fetch | Release | Match | Store
+Request: TypeAlias = Attach | Fetch | Release | Match | StoreBlock
 """What a client sends after the handshake."""
 M = TypeVar("M", bound=Message)
 _DECODER = msgspec.msgpack.Decoder(Message)

@@ -19,7 +19,7 @@ _WORKER = struct.Struct("=4s4s2s2sBB12x6xQ")
 _PACKETS, _RESULTS = 0, 1
 
 
-class Peer(NamedTuple):
+class PacketSource(NamedTuple):
     """Where a worker's packets come from."""
 
     host: str
@@ -106,7 +106,7 @@ class XdpOffload:
             False if two workers share an interface, or one has none with the program; user space keeps the job.
         """
         self.end(job)
-        peers = [each for each in addresses if isinstance(each, Peer)]
+        peers = [address for address in addresses if isinstance(address, PacketSource)]
         used = {peer.interface for peer in peers}
         start = self._take(slots) if len(used) == len(addresses) and used <= self._interfaces else None
         if start is None:
@@ -122,9 +122,9 @@ class XdpOffload:
             return False
         return True
 
-    def _worker(self, number: int, peer: Peer) -> bytes:
-        address, local = (socket.inet_aton(each) for each in (peer.host, peer.local))
-        ports = (struct.pack(">H", each) for each in (peer.port, self._port))
+    def _worker(self, number: int, peer: PacketSource) -> bytes:
+        address, local = (socket.inet_aton(host) for host in (peer.host, peer.local))
+        ports = (struct.pack(">H", port) for port in (peer.port, self._port))
         return _WORKER.pack(address, local, *ports, number, 0, 0)
 
     def end(self, job: int) -> None:

@@ -49,13 +49,13 @@ class AnthropicMessages:
 
     def text(self, fields: Fields) -> tuple[bytes, tuple[Span, ...]]:
         """See `Conversation`. The engine rejects messages of a wrong shape."""
-        word = fields.get("messages", NULL)
+        json_value = fields.get("messages", NULL)
         try:
-            messages = _MESSAGES.decode(word)
+            messages = _MESSAGES.decode(json_value)
         except msgspec.MsgspecError:
             messages = []
         media = [media_in(message.content, _TEXT_PARTS) for message in messages]
-        return joined([fields[name] for name in ("tools", "system") if name in fields], word, media)
+        return joined([fields[name] for name in ("tools", "system") if name in fields], json_value, media)
 
     def needs_one_leg(self, fields: Fields) -> bool:
         """See `Conversation`."""
@@ -66,7 +66,7 @@ class AnthropicMessages:
         messages: list[Message] = decoded(fields, "messages")
         system = _system_texts(decoded(fields, "system"), whole=True)
         if template.system_first:
-            system += [_system_text(each) for each in messages if each["role"] == "system"]
+            system += [_system_text(message) for message in messages if message["role"] == "system"]
         converted = [{"role": "system", "content": "".join(system)}] if any(system) else []
         for message in messages:
             if message["role"] != "system":

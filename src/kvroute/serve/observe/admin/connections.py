@@ -12,9 +12,9 @@ from kvroute.http.server.connection_limits import (
     BUSY,
     IDLE,
     UNREAD,
-    Connection,
+    AcceptedConnection,
+    ConnectionOutcome,
     Connections,
-    Entry,
     network_of,
 )
 from kvroute.serve.observe.logs import log_accept_paused
@@ -50,12 +50,12 @@ class AdminConnections:
         """See `Port`."""
         return self._head_s, LINGER_S
 
-    def enter(self, new: Connection) -> Entry:
+    def enter(self, new: AcceptedConnection) -> ConnectionOutcome:
         """See `Port`."""
         self._deadlines.watch(new)
         return self._connections.enter(new, self._most, self._per_address, asyncio.get_running_loop().time())
 
-    def leave(self, gone: Connection) -> None:
+    def leave(self, gone: AcceptedConnection) -> None:
         """See `Port`."""
         self._deadlines.forget(gone)
         self._connections.leave(gone)
@@ -112,22 +112,22 @@ class AdminConnection(asyncio.Protocol):
         else:
             self.deadline_s = NEVER_S if self._busy else self._now() + KEEP_ALIVE_S
 
-    # methods of `Connection`
+    # methods of `AcceptedConnection`
 
     def waits_for(self) -> int:
-        """See `Connection`."""
+        """See `AcceptedConnection`."""
         return UNREAD if self._paused or self._refused else BUSY if self._busy else IDLE
 
     def expire(self, now: float) -> None:
-        """See `Connection`."""
+        """See `AcceptedConnection`."""
         self._transport.abort()
 
     def drain(self, idle_until_s: float) -> None:
-        """See `Connection`."""
+        """See `AcceptedConnection`."""
         self.deadline_s = min(self.deadline_s, idle_until_s)
 
     def abort(self) -> None:
-        """See `Connection`."""
+        """See `AcceptedConnection`."""
         self._transport.abort()
 
     # methods of `asyncio.Protocol`
@@ -137,7 +137,7 @@ class AdminConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self.address = network_of(transport.get_extra_info("peername"))
         self.deadline_s = self._now() + self._port.times_s[0]
-        if self._port.enter(self) is Entry.TAKEN:
+        if self._port.enter(self) is ConnectionOutcome.TAKEN:
             self._port.of_handler[self._handler] = self
             self._handler.connection_made(transport)
         else:

@@ -16,8 +16,8 @@ from kvroute.control import Calibration, CalibrationRow, ShadowTally
 from kvroute.serve.observe.admin.measured_paths import MeasuredPaths
 from kvroute.serve.observe.decision_view import judgement_of, short
 from kvroute.serve.observe.history import History
-from kvroute.serve.observe.layout import Layout, LayoutInstance, layout_of
-from kvroute.serve.observe.metrics.rates import Rate, WanTraffic
+from kvroute.serve.observe.layout import ClusterLayout, LayoutInstance, layout_of
+from kvroute.serve.observe.metrics.rates import EventRate, WanTraffic
 from kvroute.serve.observe.recent_requests import WINDOW_S, RecentRequests
 from kvroute.serve.observe.view import (
     BreakerState,
@@ -27,8 +27,8 @@ from kvroute.serve.observe.view import (
     InstanceLoad,
     Snapshot,
     Tile,
-    Transfer,
-    Ttft,
+    TransferView,
+    TtftBreakdown,
 )
 from kvroute.topology import Cluster
 from kvroute.types import Decision, Decode, Prefill, TransferMeasured
@@ -83,7 +83,7 @@ class DashboardState:
         self._moved = 0
         self._ended: deque[_Moving] = deque(maxlen=TRANSFERS_SHOWN_MOST)
         self._recent = RecentRequests()
-        self._arrivals, self._finishes, self._rejects, self._errors = Rate(), Rate(), Rate(), Rate()
+        self._arrivals, self._finishes, self._rejects, self._errors = EventRate(), EventRate(), EventRate(), EventRate()
         self._history = History()
         self._calibration = Calibration()
         self._calibrated = 0
@@ -99,9 +99,9 @@ class DashboardState:
         self._traffic = WanTraffic(cluster)
         self._paths = MeasuredPaths(cluster)
         self._away = frozenset(site.name for site in self.layout.sites if site.role == "prefill")
-        self._prefills, self._offloaded = Rate(int(WINDOW_S)), Rate(int(WINDOW_S))
+        self._prefills, self._offloaded = EventRate(int(WINDOW_S)), EventRate(int(WINDOW_S))
 
-    def change(self, cluster: Cluster, layout: Layout) -> None:
+    def change(self, cluster: Cluster, layout: ClusterLayout) -> None:
         """Show the cluster after a change; transfers between instances that stay are still shown. Args: `layout`: made
         by `layout_of` with the number `next_layout`."""
         names = [instance.name for instance in self.layout.instances]
@@ -186,7 +186,9 @@ class DashboardState:
         """See `MeasuredPaths.lowest_ratios`."""
         return self._paths.lowest_ratios(at)
 
-    def first_token(self, ttft: Ttft, at: float, *, tier: int | None, kv_bytes: float = 0.0, policy: str = "") -> None:
+    def first_token(
+        self, ttft: TtftBreakdown, at: float, *, tier: int | None, kv_bytes: float = 0.0, policy: str = ""
+    ) -> None:
         """Record the first byte of a client's stream; `tier` None: prefill and decode on one instance."""
         self._recent.first_token(ttft, at, policy or self.policy, tier=tier, kv_bytes=kv_bytes)
 
@@ -280,7 +282,7 @@ class DashboardState:
         by_name = {load.name: load for load in loads}
         return tuple(_tile(instance, by_name.get(instance.name, _UNKNOWN)) for instance in self.layout.instances)
 
-    def _transfers(self, at: float) -> tuple[Transfer, ...]:
+    def _transfers(self, at: float) -> tuple[TransferView, ...]:
         while self._ended and at - self._ended[0].ended_s > LINGER_S:
             self._ended.popleft()
         recent = islice(reversed(self._ended), TRANSFERS_SHOWN_MOST // 2)
@@ -312,8 +314,8 @@ def _tile(instance: LayoutInstance, load: InstanceLoad) -> Tile:
     )
 
 
-def _transfer(moving: _Moving, at: float) -> Transfer:
-    return Transfer(
+def _transfer(moving: _Moving, at: float) -> TransferView:
+    return TransferView(
         id=moving.id,
         request_id=moving.request_id,
         source=moving.source,

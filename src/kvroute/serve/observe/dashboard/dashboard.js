@@ -24,7 +24,7 @@ function tick(data) {
   if (map.chosen >= 0) panels.inspect(map.chosen);
   const { load } = data, down = data.instances.filter((tile) => !tile[0] || tile[1] === 2).length;
   const cut = (load.offload?.sites ?? []).filter((site) => site.wan_path !== "closed").map((site) => `, WAN path of ${site.name} closed`).join("");
-  const shared = load.replication, with_others = !shared ? "" : shared.state === "in_sync" ? `, in sync with ${shared.gateways} other gateway${shared.gateways === 1 ? "" : "s"}` : `, ${shared.state === "alone" ? "without the other gateways" : "joining the other gateways"}`;
+  const shared = load.replication, with_others = !shared ? "" : shared.state === "in_sync" ? `, in sync with ${shared.gateways} other gateway${shared.gateways === 1 ? "" : "s"}` : `, ${shared.state === "disconnected" ? "without the other gateways" : "joining the other gateways"}`;
   const note = `${layout.instances.length} instances${down ? `, ${down} out of service` : ""}${cut}${with_others}`;
   if ($("map-note").textContent !== note) {
     $("map-note").textContent = note;

@@ -64,7 +64,7 @@ export function clock(at) {
 export function term(name, value, tiers) {
   if (value === null || value === undefined) return "–";
   if (name === "tier") return tiers[value] ?? String(value);
-  if (name === "played") return value ? "yes" : "no";
+  if (name === "simulated") return value ? "yes" : "no";
   if (name.endsWith("_bytes_per_s")) return `${bytes(value)}/s`;
   if (name.endsWith("_s")) return seconds(value);
   if (name.endsWith("_bytes")) return bytes(value);

@@ -275,10 +275,10 @@ export class Panels {
     const keys = this.priced(decision, decision.candidates, decision.chosen, box);
     if (decision.shadow) keys.append(this.shadowed(decision));
     if (decision.others) keys.append(`and ${decision.others} more expensive candidates`);
-    if (!decision.alone.length) return;
-    box.append(element("p", "", "The pair was compared with instances that serve the request alone:"));
-    const pair = decision.alone.find((candidate) => candidate.name.includes(" and "));
-    this.priced(decision, decision.alone, pair.name, box);
+    if (!decision.aggregated.length) return;
+    box.append(element("p", "", "The pair was compared with single instances (aggregated):"));
+    const pair = decision.aggregated.find((candidate) => candidate.name.includes(" and "));
+    this.priced(decision, decision.aggregated, pair.name, box);
   }
 
   // Append a table of candidates and their terms to the box; return the line of keys below it.
@@ -342,7 +342,7 @@ export class Panels {
   absence(decision, candidate) {
     if (candidate.feasible) return "";
     if (decision.kind === "read") return " (no storage NIC)";
-    if (decision.alone.includes(candidate)) return " (full or unavailable)";
+    if (decision.aggregated.includes(candidate)) return " (full or unavailable)";
     if (decision.kind !== "decode") return " (not considered)";
     if (candidate.terms.same_domain === 0) return " (other domain)";
     const k = this.layout.instances.findIndex((instance) => instance.name === candidate.name);

@@ -36,7 +36,7 @@ LAG_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10
 """Bounds of histograms of delays, in seconds."""
 
 
-class Family:
+class MetricFamily:
     """Name, help and labels of one metric; the name of a counter ends in `_total`."""
 
     __slots__ = ("help", "kind", "labels", "name")
@@ -55,7 +55,7 @@ class Family:
         return ",".join(f'{label}="{escaped(value)}"' for label, value in zip(self.labels, key, strict=True))
 
 
-class Counter(Family):
+class Counter(MetricFamily):
     """A sum that only grows, per label set."""
 
     __slots__ = ("values",)
@@ -94,7 +94,7 @@ class _Series:
         self.sum = 0.0
 
 
-class Histogram(Family):
+class Histogram(MetricFamily):
     """Counts per bucket, with the last exemplar of each bucket, per label set."""
 
     __slots__ = ("_bounds", "_les", "_series")
@@ -141,7 +141,7 @@ class Histogram(Family):
         return "".join(parts)
 
 
-def lines(family: Family, samples: Iterable[tuple[Key, Amount]], openmetrics: bool) -> str:
+def lines(family: MetricFamily, samples: Iterable[tuple[Key, Amount]], openmetrics: bool) -> str:
     """Return the text of a counter or gauge from its samples."""
     parts = [family.head(openmetrics)]
     for key, value in samples:

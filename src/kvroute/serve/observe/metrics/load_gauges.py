@@ -7,7 +7,7 @@ from typing import get_args
 
 from kvroute.control import SyncState
 from kvroute.policies import TierLearned
-from kvroute.serve.observe.metrics.exposition import Family, Key
+from kvroute.serve.observe.metrics.exposition import Key, MetricFamily
 from kvroute.serve.observe.metrics.offload_gauges import offload_gauges
 from kvroute.serve.observe.metrics.scaling_gauges import scaling_gauges
 from kvroute.serve.observe.view import (
@@ -18,48 +18,60 @@ from kvroute.serve.observe.view import (
     InstanceLoad,
 )
 from kvroute.types import SAME_RACK, Role
+from kvroute_engine import renamed
 
 TIER_LABELS = ("node", "rack", "pod", "datacenter", "cross_datacenter")
 """Values of the label `tier`, by tier."""
 _BREAKER: dict[BreakerState, int] = {"closed": 0, "half-open": 1, "open": 2}
-_INFO = Family("gauge", "kvroute_info", "Always 1; version and policy are labels.", ("version", "policy"))
-_READY = Family("gauge", "kvroute_ready", "1 while the gateway accepts requests.")
-_IN_FLIGHT = Family("gauge", "kvroute_requests_in_flight", "Requests admitted and not finished.")
-_QUEUED = Family("gauge", "kvroute_requests_queued", "Requests in the admission queue.")
-_WAITING = Family(
+_INFO = MetricFamily("gauge", "kvroute_info", "Always 1; version and policy are labels.", ("version", "policy"))
+_READY = MetricFamily("gauge", "kvroute_ready", "1 while the gateway accepts requests.")
+_IN_FLIGHT = MetricFamily("gauge", "kvroute_requests_in_flight", "Requests admitted and not finished.")
+_QUEUED = MetricFamily("gauge", "kvroute_requests_queued", "Requests in the admission queue.")
+_WAITING = MetricFamily(
     "gauge", "kvroute_placement_queue_requests", "Requests that wait for their turn to be placed.", ("priority",)
 )
-_DEFERRED = Family("gauge", "kvroute_deferred_requests", "Requests that wait because they would be too late.")
-_CONNECTIONS = Family("gauge", "kvroute_client_connections", "Open client connections.")
-_FORWARDED = Family("gauge", "kvroute_forwarded_streams", "Streams whose chunks a thread forwards now.")
-_PANIC = Family("gauge", "kvroute_panic", "1 while health checks and breakers are ignored.", ("model", "role"))
-_TRANSFERRING = Family("gauge", "kvroute_transfers_in_flight", "Own KV transfers in flight.", ("tier",))
-_ORACLE_AGE = Family("gauge", "kvroute_oracle_age_seconds", "Age of the last telemetry.", ("source",))
-_CONGESTION = Family("gauge", "kvroute_oracle_congestion_ratio", "Current estimate of congestion.", ("tier",))
-_LEARNED = Family("gauge", "kvroute_learned_bandwidth_ratio", "Measured over static bandwidth.", ("tier",))
-_PATHS = Family("gauge", "kvroute_slowest_path_ratio", "Lowest measured rate of a pair over the map's.", ("tier",))
-_DISCOVERED = Family("gauge", "kvroute_discovered_engines", "Discovered engines, by state.", ("state",))
-_DISCOVERY_AGE = Family("gauge", "kvroute_discovery_age_seconds", "Time since the last report of the source.")
-_DISCOVERY_FAILING = Family(
+_DEFERRED = MetricFamily("gauge", "kvroute_deferred_requests", "Requests that wait because they would be too late.")
+_CONNECTIONS = MetricFamily("gauge", "kvroute_client_connections", "Open client connections.")
+_FORWARDED = MetricFamily("gauge", "kvroute_forwarded_streams", "Streams whose chunks a thread forwards now.")
+_PANIC = MetricFamily("gauge", "kvroute_panic", "1 while health checks and breakers are ignored.", ("model", "role"))
+_TRANSFERRING = MetricFamily("gauge", "kvroute_transfers_in_flight", "Own KV transfers in flight.", ("tier",))
+_ORACLE_AGE = MetricFamily("gauge", "kvroute_oracle_age_seconds", "Age of the last telemetry.", ("source",))
+_CONGESTION = MetricFamily("gauge", "kvroute_oracle_congestion_ratio", "Current estimate of congestion.", ("tier",))
+_LEARNED = MetricFamily("gauge", "kvroute_learned_bandwidth_ratio", "Measured over static bandwidth.", ("tier",))
+_PATHS = MetricFamily(
+    "gauge", "kvroute_slowest_path_ratio", "Lowest measured rate of a pair over the map's.", ("tier",)
+)
+_DISCOVERED = MetricFamily("gauge", "kvroute_discovered_engines", "Discovered engines, by state.", ("state",))
+_DISCOVERY_AGE = MetricFamily("gauge", "kvroute_discovery_age_seconds", "Time since the last report of the source.")
+_DISCOVERY_FAILING = MetricFamily(
     "gauge", "kvroute_discovery_failing", "Parts of the source that do not answer, or are invalid."
 )
-_DISCOVERY_FINDINGS = Family("gauge", "kvroute_discovery_findings", "Pods with a finding, by effect.", ("effect",))
-_SYNC_STATE = Family("gauge", "kvroute_replication_state", "1 for the present state.", ("state",))
-_GATEWAYS = Family("gauge", "kvroute_replication_gateways", "Other gateways of the cluster that report.")
-_BOOKINGS = Family("gauge", "kvroute_replication_bookings", "Requests of other gateways that the view counts.")
-_FORESIGHT_GAUGES: tuple[tuple[Family, Callable[[TierLearned], float]], ...] = (
+_DISCOVERY_FINDINGS = MetricFamily(
+    "gauge", "kvroute_discovery_findings", "Pods with a finding, by effect.", ("effect",)
+)
+_SYNC_STATE = MetricFamily(
+    "gauge",
+    "kvroute_replication_state",
+    "1 for the present state. Deprecated: "
+    + ", ".join(f"{old} for {name}" for old, name in renamed.REPLICATION_STATES.items())
+    + ".",
+    ("state",),
+)
+_GATEWAYS = MetricFamily("gauge", "kvroute_replication_gateways", "Other gateways of the cluster that report.")
+_BOOKINGS = MetricFamily("gauge", "kvroute_replication_bookings", "Requests of other gateways that the view counts.")
+_FORESIGHT_GAUGES: tuple[tuple[MetricFamily, Callable[[TierLearned], float]], ...] = (
     (
-        Family("gauge", "kvroute_foresight_learned_ratio", "Measured over static capacity.", ("policy", "tier")),
+        MetricFamily("gauge", "kvroute_foresight_learned_ratio", "Measured over static capacity.", ("policy", "tier")),
         lambda tier: tier.factor,
     ),
     (
-        Family(
+        MetricFamily(
             "gauge", "kvroute_foresight_bytes_per_second", "Estimated rate of a single transfer.", ("policy", "tier")
         ),
         lambda tier: tier.bytes_per_s or 0.0,
     ),
     (
-        Family(
+        MetricFamily(
             "gauge",
             "kvroute_foresight_learned_transfers",
             "Recent transfers that the ratio counts; older ones fade.",
@@ -68,41 +80,45 @@ _FORESIGHT_GAUGES: tuple[tuple[Family, Callable[[TierLearned], float]], ...] = (
         lambda tier: round(tier.weight, 6),  # a weight that decays ends at 0
     ),
 )
-_INSTANCE_GAUGES: tuple[tuple[Family, Callable[[InstanceLoad], float | None]], ...] = (
+_INSTANCE_GAUGES: tuple[tuple[MetricFamily, Callable[[InstanceLoad], float | None]], ...] = (
     (
-        Family("gauge", "kvroute_instance_up", "1 while the health check passes.", ("engine", "role")),
+        MetricFamily("gauge", "kvroute_instance_up", "1 while the health check passes.", ("engine", "role")),
         lambda instance: int(instance.up),
     ),
     (
-        Family("gauge", "kvroute_breaker_state", "0 closed, 1 half-open, 2 open.", ("engine",)),
+        MetricFamily("gauge", "kvroute_breaker_state", "0 closed, 1 half-open, 2 open.", ("engine",)),
         lambda instance: _BREAKER[instance.breaker],
     ),
     (
-        Family("gauge", "kvroute_instance_requests", "Own requests on the instance.", ("engine", "role")),
+        MetricFamily("gauge", "kvroute_instance_requests", "Own requests on the instance.", ("engine", "role")),
         lambda instance: instance.requests,
     ),
     (
-        Family("gauge", "kvroute_instance_running", "Running requests, as reported by the engine.", ("engine",)),
+        MetricFamily("gauge", "kvroute_instance_running", "Running requests, as reported by the engine.", ("engine",)),
         lambda instance: None if instance.scrape_age_s is None else instance.running,
     ),
     (
-        Family("gauge", "kvroute_instance_waiting", "Waiting requests, as reported by the engine.", ("engine",)),
+        MetricFamily("gauge", "kvroute_instance_waiting", "Waiting requests, as reported by the engine.", ("engine",)),
         lambda instance: None if instance.scrape_age_s is None else instance.waiting,
     ),
     (
-        Family("gauge", "kvroute_instance_kv_used_ratio", "KV memory in use.", ("engine",)),
+        MetricFamily("gauge", "kvroute_instance_kv_used_ratio", "KV memory in use.", ("engine",)),
         lambda instance: instance.kv_used_share,
     ),
     (
-        Family("gauge", "kvroute_prefill_pending_seconds", "Assigned prefill work that is not done.", ("engine",)),
+        MetricFamily(
+            "gauge", "kvroute_prefill_pending_seconds", "Assigned prefill work that is not done.", ("engine",)
+        ),
         lambda instance: instance.prefill_pending_s,
     ),
     (
-        Family("gauge", "kvroute_storage_queue_seconds", "Storage read queue of the node, own reads.", ("engine",)),
+        MetricFamily(
+            "gauge", "kvroute_storage_queue_seconds", "Storage read queue of the node, own reads.", ("engine",)
+        ),
         lambda instance: instance.storage_queue_s,
     ),
     (
-        Family("gauge", "kvroute_scrape_age_seconds", "Age of the last successful scrape.", ("engine",)),
+        MetricFamily("gauge", "kvroute_scrape_age_seconds", "Age of the last successful scrape.", ("engine",)),
         lambda instance: instance.scrape_age_s,
     ),
 )
@@ -110,7 +126,7 @@ _INSTANCE_GAUGES: tuple[tuple[Family, Callable[[InstanceLoad], float | None]], .
 
 def load_gauges(
     load: GatewayStatus, transferring: Sequence[int], roles: Mapping[str, Role], *, version: str, policy: str
-) -> Iterator[tuple[Family, Iterable[tuple[Key, float]]]]:
+) -> Iterator[tuple[MetricFamily, Iterable[tuple[Key, float]]]]:
     """Yield families with their samples; an unknown value has no sample.
 
     Args:
@@ -129,7 +145,7 @@ def load_gauges(
     yield _CONNECTIONS, [((), load.connections)]
     yield _FORWARDED, [((), load.forwarded)]
     yield _TRANSFERRING, [((label,), count) for label, count in zip(TIER_LABELS, transferring, strict=True)]
-    yield _PANIC, [((each.model, each.role), int(each.active)) for each in load.panics]
+    yield _PANIC, [((panic.model, panic.role), int(panic.active)) for panic in load.panics]
     oracle = load.oracle
     yield _ORACLE_AGE, [((oracle.source,), oracle.age_s)] if oracle.age_s is not None else []
     yield _CONGESTION, [((label,), share) for label, share in zip(TIER_LABELS, oracle.congestion, strict=True)]
@@ -149,7 +165,9 @@ def load_gauges(
     yield _DISCOVERY_FINDINGS, [((effect.replace(" ", "_"),), count) for effect, count in findings]
     shared = load.replication
     states = get_args(SyncState) if shared is not None else ()
-    yield _SYNC_STATE, [((state,), int(shared is not None and shared.state == state)) for state in states]
+    named = [(state, state) for state in states]
+    named += [entry for entry in renamed.REPLICATION_STATES.items() if entry[1] in states]
+    yield _SYNC_STATE, [((label,), int(shared is not None and shared.state == state)) for label, state in named]
     yield _GATEWAYS, [((), shared.gateways)] if shared is not None else []
     yield _BOOKINGS, [((), shared.bookings)] if shared is not None else []
     for family, value in _INSTANCE_GAUGES:
@@ -174,7 +192,7 @@ def _per_tier(foresight: ForesightLoad | None, value: Callable[[TierLearned], fl
 
 
 def _per_instance(
-    family: Family,
+    family: MetricFamily,
     value: Callable[[InstanceLoad], float | None],
     instances: Iterable[InstanceLoad],
     roles: Mapping[str, Role],

@@ -15,7 +15,7 @@ from prometheus_client.openmetrics import exposition as openmetrics_exposition
 from kvroute.serve.observe.metrics.exposition import LAG_S, REQUEST_S, Counter, Exemplar, Histogram, lines
 from kvroute.serve.observe.metrics.load_gauges import TIER_LABELS, load_gauges
 from kvroute.serve.observe.metrics.metric_groups import ClassMetrics, ReplicationMetrics
-from kvroute.serve.observe.view import GatewayStatus, Ttft
+from kvroute.serve.observe.view import GatewayStatus, TtftBreakdown
 from kvroute.types import (
     TIER_COUNT,
     Decision,
@@ -241,7 +241,7 @@ class Metrics:
         if outcome == "complete":
             self._storage_read_s.observe((side,), seconds)
 
-    def first_token(self, protocol: str, ttft: Ttft, exemplar: Exemplar | None = None) -> None:
+    def first_token(self, protocol: str, ttft: TtftBreakdown, exemplar: Exemplar | None = None) -> None:
         """Observe the first byte sent to the client of a streamed response; other responses do not show the first
         token."""
         self._ttft_s.observe((protocol,), ttft.total_s, exemplar)

@@ -4,51 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from kvroute.serve.observe.metrics.exposition import Family, Key
+from kvroute.serve.observe.metrics.exposition import Key, MetricFamily
 from kvroute.serve.observe.view import BreakerState, OffloadLoad, SiteLoad
 
 _WAN_PATH_STATE: dict[BreakerState, int] = {"closed": 0, "half-open": 1, "open": 2}
-_SWITCHING = Family("gauge", "kvroute_role_switches_in_progress", "Instances that are switching their role.")
-_LAMBDA = Family(
+_SWITCHING = MetricFamily("gauge", "kvroute_role_switches_in_progress", "Instances that are switching their role.")
+_LAMBDA = MetricFamily(
     "gauge",
     "kvroute_review_requests_per_second",
     "Throughput of the present and the best split by the last review; binding: limit of the present one.",
     ("split", "binding"),
 )
-_GAIN = Family(
+_GAIN = MetricFamily(
     "gauge", "kvroute_review_gain_ratio", "Share of the best split's throughput that the present split misses."
 )
-_SITE_GAUGES: tuple[tuple[Family, Callable[[SiteLoad], float | None]], ...] = (
+_SITE_GAUGES: tuple[tuple[MetricFamily, Callable[[SiteLoad], float | None]], ...] = (
     (
-        Family("gauge", "kvroute_offload_threshold_tokens", "Longer prompts are prefilled at the site.", ("site",)),
+        MetricFamily(
+            "gauge", "kvroute_offload_threshold_tokens", "Longer prompts are prefilled at the site.", ("site",)
+        ),
         lambda site: site.threshold_tokens,
     ),
     (
-        Family("gauge", "kvroute_offload_base_tokens", "Threshold without short-term changes, as searched.", ("site",)),
+        MetricFamily(
+            "gauge", "kvroute_offload_base_tokens", "Threshold without short-term changes, as searched.", ("site",)
+        ),
         lambda site: site.base_tokens,
     ),
     (
-        Family(
+        MetricFamily(
             "gauge", "kvroute_egress_used_ratio", "Used share of the WAN path, by own and other traffic.", ("site",)
         ),
         lambda site: round(site.utilisation, 6),  # a value that decays ends at 0
     ),
     (
-        Family("gauge", "kvroute_egress_backlog_bytes", "Own KV bytes in flight on the WAN path.", ("site",)),
+        MetricFamily("gauge", "kvroute_egress_backlog_bytes", "Own KV bytes in flight on the WAN path.", ("site",)),
         lambda site: site.backlog_bytes,
     ),
     (
-        Family("gauge", "kvroute_egress_backlog_seconds", "Time that the WAN path needs for the backlog.", ("site",)),
+        MetricFamily(
+            "gauge", "kvroute_egress_backlog_seconds", "Time that the WAN path needs for the backlog.", ("site",)
+        ),
         lambda site: site.backlog_s,
     ),
     (
-        Family(
+        MetricFamily(
             "gauge", "kvroute_wan_path_other_traffic_ratio", "Share of the WAN path that other traffic uses.", ("site",)
         ),
         lambda site: site.others,
     ),
     (
-        Family(
+        MetricFamily(
             "gauge",
             "kvroute_wan_path_sent_bytes_per_second",
             "Rate of own KV on the WAN path, from the kernels.",
@@ -57,23 +63,25 @@ _SITE_GAUGES: tuple[tuple[Family, Callable[[SiteLoad], float | None]], ...] = (
         lambda site: site.sent_bytes_per_s,
     ),
     (
-        Family(
+        MetricFamily(
             "gauge", "kvroute_wan_path_retransmit_ratio", "Share of the sent bytes that was retransmitted.", ("site",)
         ),
         lambda site: site.sent_again_ratio,
     ),
     (
-        Family("gauge", "kvroute_wan_path_queue_delay_seconds", "Round-trip time above the shortest one.", ("site",)),
+        MetricFamily(
+            "gauge", "kvroute_wan_path_queue_delay_seconds", "Round-trip time above the shortest one.", ("site",)
+        ),
         lambda site: site.queue_delay_s,
     ),
     (
-        Family("gauge", "kvroute_wan_path_state", "WAN path: 0 in use, 1 being probed, 2 closed.", ("site",)),
+        MetricFamily("gauge", "kvroute_wan_path_state", "WAN path: 0 in use, 1 being probed, 2 closed.", ("site",)),
         lambda site: _WAN_PATH_STATE[site.wan_path],
     ),
 )
 
 
-def offload_gauges(offload: OffloadLoad | None) -> Iterator[tuple[Family, Iterable[tuple[Key, float]]]]:
+def offload_gauges(offload: OffloadLoad | None) -> Iterator[tuple[MetricFamily, Iterable[tuple[Key, float]]]]:
     """Yield families with their samples; no samples if the settings have no `offload` section."""
     sites = offload.sites if offload is not None else ()
     for family, value in _SITE_GAUGES:

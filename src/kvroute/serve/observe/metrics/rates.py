@@ -10,7 +10,7 @@ from kvroute.topology import Cluster
 RATE_S = 10
 
 
-class Rate:
+class EventRate:
     """Events per second over the last `seconds` complete seconds; constant memory."""
 
     __slots__ = ("_counts", "_second", "_slots", "total")
@@ -54,7 +54,7 @@ class WanTraffic:
         self._datacenters = [instance.datacenter for instance in cluster.instances]
         self._routes = {ends: route for ends, route in cluster.routes.items() if route}
         self._bytes_per_s = [float(entry.bytes_per_s) * entry.count for entry in cluster.file.wan]
-        self._landed = [(Rate(), Rate()) for _ in self._bytes_per_s]
+        self._landed = [(EventRate(), EventRate()) for _ in self._bytes_per_s]
 
     def landed(self, source: int, target: int, kv_bytes: float, at: float) -> None:
         """Add a KV transfer that has completed between two instances, given by their positions in the cluster."""

@@ -51,7 +51,7 @@ class Refused:
 Entry: TypeAlias = Accepted | Queued | Refused
 
 
-class Elsewhere(Protocol):
+class PeerCounts(Protocol):
     """Requests that other processes count against the same limits."""
 
     shared: bool
@@ -84,25 +84,25 @@ class Elsewhere(Protocol):
         ...
 
 
-class Nowhere:
-    """An `Elsewhere` without other processes."""
+class NoPeers:
+    """A `PeerCounts` without other processes."""
 
     shared = False
     in_flight = queued = 0
 
     def held_by(self, key: str) -> int:
-        """See Elsewhere."""
+        """See PeerCounts."""
         return 0
 
     def locked(self) -> AbstractContextManager[None]:
-        """See Elsewhere."""
+        """See PeerCounts."""
         return nullcontext()
 
     def write(self, in_flight: int, queued: int) -> None:
-        """See Elsewhere."""
+        """See PeerCounts."""
 
     def write_key(self, key: str, held: int) -> None:
-        """See Elsewhere."""
+        """See PeerCounts."""
 
 
 ADMITTED: Final = Accepted()
@@ -132,10 +132,10 @@ class AdmissionController:
     __slots__ = (
         "_begins_s",
         "_duration_s",
-        "_elsewhere",
         "_in_flight",
         "_keys",
         "_limits",
+        "_peers",
         "_queue",
         "_rate",
         "_rate_at",
@@ -143,10 +143,10 @@ class AdmissionController:
         "_started_at",
     )
 
-    def __init__(self, limits: AdmissionLimits, now: float = 0.0, elsewhere: Elsewhere | None = None) -> None:
-        """Args: `elsewhere`: what other processes count against the same limits; None: there are none."""
+    def __init__(self, limits: AdmissionLimits, now: float = 0.0, peers: PeerCounts | None = None) -> None:
+        """Args: `peers`: what other processes count against the same limits; None: there are none."""
         self._limits = limits
-        self._elsewhere: Elsewhere = elsewhere if elsewhere is not None else Nowhere()
+        self._peers: PeerCounts = peers if peers is not None else NoPeers()
         self._in_flight: dict[Ticket, tuple[str | None, float]] = {}
         """Key and time of admission."""
         self._begins_s = 0.0
@@ -164,7 +164,7 @@ class AdmissionController:
     @property
     def shared(self) -> bool:
         """Whether other processes count requests against the same limits."""
-        return self._elsewhere.shared
+        return self._peers.shared
 
     @property
     def in_flight(self) -> int:
@@ -190,13 +190,13 @@ class AdmissionController:
         assert ticket not in self._in_flight, "a ticket is used once"
         assert ticket not in self._queue, "a ticket is used once"
         self._seen_at = now
-        with self._elsewhere.locked():
+        with self._peers.locked():
             return self._entry(ticket, key, now)
 
     def _entry(self, ticket: Ticket, key: str | None, now: float) -> Entry:
-        limits, elsewhere = self._limits, self._elsewhere
+        limits, peers = self._limits, self._peers
         if key is not None:
-            held = self._keys.get(key, 0) + elsewhere.held_by(key)
+            held = self._keys.get(key, 0) + peers.held_by(key)
             most = limits.of_key.get(key, limits.per_key)
             if held >= most:
                 reason = f"this key has {held} requests in flight or queued, and its limit is {most}"
@@ -206,15 +206,15 @@ class AdmissionController:
         if self._has_room() and not self._queue:
             self._begin(ticket, key, now)
             entry: Entry = ADMITTED
-        elif len(self._queue) + elsewhere.queued < limits.queue:
+        elif len(self._queue) + peers.queued < limits.queue:
             self._queue[ticket] = (key, now + limits.queue_wait_s)
             entry = Queued(now + limits.queue_wait_s)
         else:
             return self._full("the gateway is full", now)
         if key is not None:
             self._keys[key] = self._keys.get(key, 0) + 1
-            elsewhere.write_key(key, self._keys[key])
-        elsewhere.write(len(self._in_flight), len(self._queue))
+            peers.write_key(key, self._keys[key])
+        peers.write(len(self._in_flight), len(self._queue))
         return entry
 
     def release(self, ticket: Ticket, now: float) -> list[Ticket]:
@@ -232,7 +232,7 @@ class AdmissionController:
         self._count_departure(now, began_at)
         if self._queue:
             return self.admit()
-        self._elsewhere.write(len(self._in_flight), 0)
+        self._peers.write(len(self._in_flight), 0)
         return []
 
     def cancel(self, ticket: Ticket) -> None:
@@ -240,7 +240,7 @@ class AdmissionController:
         waiting = self._queue.pop(ticket, None)
         if waiting is not None:
             self._drop_key(waiting[0])
-            self._elsewhere.write(len(self._in_flight), len(self._queue))
+            self._peers.write(len(self._in_flight), len(self._queue))
 
     def expire(self, now: float) -> list[Ticket]:
         """Remove and return the requests that have waited too long, longest first; `overdue` gives their response."""
@@ -253,7 +253,7 @@ class AdmissionController:
             del self._queue[ticket]
             self._drop_key(key)
             tickets.append(ticket)
-        self._elsewhere.write(len(self._in_flight), len(self._queue))
+        self._peers.write(len(self._in_flight), len(self._queue))
         return tickets
 
     def overdue(self, now: float) -> Refused:
@@ -276,12 +276,12 @@ class AdmissionController:
             their tickets.
         """
         tickets = []
-        with self._elsewhere.locked():
+        with self._peers.locked():
             while self._queue and self._has_room():
                 ticket, (key, _) = self._queue.popitem(last=False)
                 self._begin(ticket, key, self._seen_at)
                 tickets.append(ticket)
-            self._elsewhere.write(len(self._in_flight), len(self._queue))
+            self._peers.write(len(self._in_flight), len(self._queue))
         return tickets
 
     def _begin(self, ticket: Ticket, key: str | None, now: float) -> None:
@@ -292,7 +292,7 @@ class AdmissionController:
         self._begins_s += now
 
     def _has_room(self) -> bool:
-        return len(self._in_flight) + self._elsewhere.in_flight < self._limits.in_flight
+        return len(self._in_flight) + self._peers.in_flight < self._limits.in_flight
 
     def _drop_key(self, key: str | None) -> None:
         if key is None:
@@ -301,7 +301,7 @@ class AdmissionController:
             del self._keys[key]
         else:
             self._keys[key] -= 1
-        self._elsewhere.write_key(key, self._keys.get(key, 0))
+        self._peers.write_key(key, self._keys.get(key, 0))
 
     def _full(self, reason: str, now: float) -> Refused:
         return Refused(503, reason, self._whole_s(self.queued + 1, 1, now))

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kvroute.control import Backlog, QueuedRequest, RequestQueue, Waiting
-from kvroute.serve.proxy.admission.tenancy import Entitlement, Refusal, RequestAccount, Tenancy
+from kvroute.control import Backlog, QueuedRequest, RequestQueue, WaitingRequest
+from kvroute.serve.proxy.admission.tenancy import ClassGrant, Refusal, RequestAccount, Tenancy
 from kvroute.serve.proxy.retry import RETRY_AFTER_MAX_S
 from kvroute.types import Reject, Request
 
@@ -41,7 +41,7 @@ class Placeable(Protocol):
         nothing has happened then."""
         ...
 
-    def turn_away(self, refusal: Refusal) -> None:
+    def reject(self, refusal: Refusal) -> None:
         """Respond that the request is not served now."""
         ...
 
@@ -67,7 +67,7 @@ class Arrival:
 @dataclass(slots=True)
 class _Item:
     placeable: Placeable
-    granted: Entitlement
+    granted: ClassGrant
     entry: QueuedRequest
     model: str
     full_status: int
@@ -124,7 +124,7 @@ class PlacementQueue:
             RequestError: 400, its priority or its SLO is not a number.
         """
         request, tenancy = arrival.request, self._tenancy
-        granted = tenancy.entitlement(placeable.account.key, arrival.headers, arrival.fields)
+        granted = tenancy.class_grant(placeable.account.key, arrival.headers, arrival.fields)
         placeable.account.service_class = granted.name
         charged = tenancy.charge(placeable.account.key, request.input_tokens + arrival.reserve_tokens, now)
         if isinstance(charged, Refusal):
@@ -137,20 +137,20 @@ class PlacementQueue:
             queue = self._queues[item.model] = RequestQueue()
         if self._section is None:
             self._place(queue, item, now)
-        elif (late := self._hopeless(queue, item, now)) is not None:
+        elif (late := self._cannot_meet_deadline(queue, item, now)) is not None:
             self._refuse(placeable, late)
         else:
             self._items[request.id] = item
             queue.push(item.entry)
-            self.pump(now)
+            self.place_ready(now)
             return
         self._watch()
 
-    def _item(self, placeable: Placeable, granted: Entitlement, arrival: Arrival, now: float) -> _Item:
+    def _item(self, placeable: Placeable, granted: ClassGrant, arrival: Arrival, now: float) -> _Item:
         request = arrival.request
         work_s = self._control.work_s(request, now, self._tenancy.output_tokens) if self._section is not None else 0.0
         deadline = math.inf if granted.slo_s is None else arrival.received_at + granted.slo_s
-        waiting = Waiting(request.id, placeable.account.key or "", granted.band, granted.weight, work_s)
+        waiting = WaitingRequest(request.id, placeable.account.key or "", granted.band, granted.weight, work_s)
         entry = QueuedRequest(waiting, now + self._wait_max_s, deadline)
         return _Item(placeable, granted, entry, request.model, arrival.full_status, now)
 
@@ -160,9 +160,9 @@ class PlacementQueue:
         if item is not None:
             self._queues[item.model].remove(number)
         if self._items:
-            self.pump(now)
+            self.place_ready(now)
 
-    def pump(self, now: float) -> None:
+    def place_ready(self, now: float) -> None:
         """Place waiting requests as far as there is room. A request may end at once and make room for more, so calls
         from inside do nothing: this is a loop to avoid recursion."""
         if self._pumping or self._closed or not self._items:
@@ -216,7 +216,7 @@ class PlacementQueue:
             return
         self._refuse(placeable, _late(late.reason, (late.ttft_s or 0.0) - left_s, item.full_status))
 
-    def _hopeless(self, queue: RequestQueue, item: _Item, now: float) -> Refusal | None:
+    def _cannot_meet_deadline(self, queue: RequestQueue, item: _Item, now: float) -> Refusal | None:
         """Return the response to a request that would wait beyond its deadline for its turn alone, even if all
         instances did nothing but serve the requests before it."""
         backlog = self._control.backlog(item.model, now)
@@ -242,8 +242,8 @@ class PlacementQueue:
             self._refuse(item.placeable, refusal)
 
     def _refuse(self, placeable: Placeable, refusal: Refusal) -> None:
-        self._metrics.rejected(refusal.word)
-        placeable.turn_away(refusal)
+        self._metrics.rejected(refusal.metric_reason)
+        placeable.reject(refusal)
 
     def _watch(self) -> None:
         """Check again when a request gives up, or when there may be room."""
@@ -265,7 +265,7 @@ class PlacementQueue:
 
     def _check(self) -> None:
         self._timer = None
-        self.pump(self._now())
+        self.place_ready(self._now())
 
 
 def _late(reason: str, by_s: float, status: int) -> Refusal:

@@ -79,8 +79,8 @@ class AdmissionQueue:
             exchange.on_gone = lambda: self._left_queue(ticket)
             self._watch_queue()
         else:
-            word = "key_limit" if entry.status == 429 else "queue_full"
-            self._send_away(_Waiting(exchange, start, kind, key, now), entry, word)
+            metric_reason = "key_limit" if entry.status == 429 else "queue_full"
+            self._send_away(_Waiting(exchange, start, kind, key, now), entry, metric_reason)
 
     def release(self, ticket: int) -> None:
         """Release the place of a request that is over; waiting requests are admitted."""
@@ -160,13 +160,13 @@ class AdmissionQueue:
             self._send_away(self._waiting.pop(ticket), self.admission.overdue(now), "queue_wait")
         self._watch_queue()
 
-    def _send_away(self, waiting: _Waiting, refused: Refused, word: str) -> None:
+    def _send_away(self, waiting: _Waiting, refused: Refused, metric_reason: str) -> None:
         exchange, now = waiting.exchange, self._now()
-        status = exchange.full_status if word in _FULL else refused.status
+        status = exchange.full_status if metric_reason in _FULL else refused.status
         error = "rate_limit_error" if status == 429 else "service_unavailable"
         headers = [(b"retry-after", b"%d" % refused.retry_after_s)]
         exchange.on_gone = None
         exchange.respond(status, error_body(refused.reason, error), headers=headers)
-        self._metrics.rejected(word)
+        self._metrics.rejected(metric_reason)
         self._state.rejected(now)
         self.log_finished(exchange, waiting.kind, status, now - waiting.since, waiting.key)

@@ -20,14 +20,14 @@ _TOLERANCE = 1e-6
 Limited: TypeAlias = Literal["requests", "tokens"]
 
 
-class Rates(NamedTuple):
+class KeyRates(NamedTuple):
     """Limits of one key, per minute; None: no limit."""
 
     requests: int | None = None
     tokens: int | None = None
 
 
-class Used(NamedTuple):
+class KeyCharges(NamedTuple):
     """What the requests of one key have been charged, after refunds."""
 
     requests: int = 0
@@ -37,7 +37,7 @@ class Used(NamedTuple):
 class OtherUsage(Protocol):
     """What other processes charge against the same limits."""
 
-    def used_by(self, key: str) -> Used:
+    def used_by(self, key: str) -> KeyCharges:
         """Return what the others have charged to a key since this process knows them; refunds reduce it."""
         ...
 
@@ -45,7 +45,7 @@ class OtherUsage(Protocol):
         """Return the keys to which the others charge something."""
         ...
 
-    def write_used(self, key: str, used: Used) -> None:
+    def write_used(self, key: str, used: KeyCharges) -> None:
         """Publish what this process has charged to a key since its start."""
         ...
 
@@ -53,7 +53,7 @@ class OtherUsage(Protocol):
 class NoOthers:
     """An `OtherUsage` without other processes."""
 
-    def used_by(self, key: str) -> Used:
+    def used_by(self, key: str) -> KeyCharges:
         """See OtherUsage."""
         return _NOTHING
 
@@ -61,11 +61,11 @@ class NoOthers:
         """See OtherUsage."""
         return ()
 
-    def write_used(self, key: str, used: Used) -> None:
+    def write_used(self, key: str, used: KeyCharges) -> None:
         """See OtherUsage."""
 
 
-_NOTHING: Final = Used()
+_NOTHING: Final = KeyCharges()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class _KeyState:
 
     __slots__ = ("own", "requests", "seen", "tokens")
 
-    def __init__(self, rates: Rates, seen: Used, now: float) -> None:
+    def __init__(self, rates: KeyRates, seen: KeyCharges, now: float) -> None:
         self.requests = TokenBucket(rates.requests, now) if rates.requests is not None else None
         self.tokens = TokenBucket(rates.tokens, now) if rates.tokens is not None else None
         self.own, self.seen = _NOTHING, seen
@@ -134,7 +134,7 @@ class _KeyState:
 class RateLimiter:
     """The buckets of all keys. Keys are those of the settings, so their number is bounded."""
 
-    def __init__(self, rates_of: Callable[[str], Rates], others: OtherUsage | None = None) -> None:
+    def __init__(self, rates_of: Callable[[str], KeyRates], others: OtherUsage | None = None) -> None:
         """
         Args:
             rates_of: returns the limits of a key.
@@ -144,7 +144,7 @@ class RateLimiter:
         self._others: OtherUsage = others if others is not None else NoOthers()
         self._keys: dict[str, _KeyState] = {}
 
-    def change(self, rates_of: Callable[[str], Rates]) -> None:
+    def change(self, rates_of: Callable[[str], KeyRates]) -> None:
         """Use new limits. The buckets of a key whose limits have changed are full again."""
         old, self._rates_of = self._rates_of, rates_of
         for key, state in self._keys.items():
@@ -218,7 +218,7 @@ class RateLimiter:
 
     def _take(self, key: str, state: _KeyState, requests: int, tokens: int, now: float) -> None:
         state.take(requests, tokens, now)
-        state.own = Used(state.own.requests + requests, state.own.tokens + tokens)
+        state.own = KeyCharges(state.own.requests + requests, state.own.tokens + tokens)
         self._others.write_used(key, state.own)
 
     def _state(self, key: str, now: float) -> _KeyState:

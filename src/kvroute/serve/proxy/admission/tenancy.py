@@ -10,7 +10,7 @@ import msgspec
 from kvroute.serve.api.json_fields import Fields, RequestError, shown, wrong
 from kvroute.serve.api.responses import error_body
 from kvroute.serve.config.service_classes import DEFAULT_CLASS, ServiceClass
-from kvroute.serve.proxy.admission.rate_limits import OtherUsage, RateExceeded, RateLimiter, Rates
+from kvroute.serve.proxy.admission.rate_limits import KeyRates, OtherUsage, RateExceeded, RateLimiter
 
 if TYPE_CHECKING:
     from kvroute.http.headers import Headers
@@ -31,7 +31,7 @@ class Refusal(NamedTuple):
 
     status: int
     reason: str
-    word: str
+    metric_reason: str
     """Reason in metrics."""
     retry_after_s: int
     headers: Headers
@@ -40,11 +40,11 @@ class Refusal(NamedTuple):
     def body(self) -> bytes:
         """OpenAI's error JSON."""
         kind = "rate_limit_error" if self.status == 429 else "service_unavailable"
-        code = "rate_limit_exceeded" if self.word.startswith("rate_") else self.word
+        code = "rate_limit_exceeded" if self.metric_reason.startswith("rate_") else self.metric_reason
         return error_body(self.reason, kind, code=code)
 
 
-class Entitlement(NamedTuple):
+class ClassGrant(NamedTuple):
     """What a request may use."""
 
     name: str
@@ -119,7 +119,7 @@ class Tenancy:
         self._classes: dict[str, ServiceClass] = {}
         self._class_names: dict[str, str] = {}
         self._rated = False
-        self.limiter = RateLimiter(lambda key: Rates(), others)
+        self.limiter = RateLimiter(lambda key: KeyRates(), others)
         self.output_tokens = _FIRST_OUTPUT_TOKENS
         """Mean length of the last outputs."""
         self.change(settings)
@@ -131,9 +131,9 @@ class Tenancy:
         self._rated = any(each.rated for each in self._classes.values())
         classes, names = self._classes, self._class_names
 
-        def rates_of(key: str) -> Rates:
+        def rates_of(key: str) -> KeyRates:
             found = classes.get(names.get(key, DEFAULT_CLASS), _PLAIN)
-            return Rates(found.requests_per_minute, found.tokens_per_minute)
+            return KeyRates(found.requests_per_minute, found.tokens_per_minute)
 
         self.limiter.change(rates_of)
 
@@ -142,7 +142,7 @@ class Tenancy:
         name = self._class_names.get(key, DEFAULT_CLASS) if key is not None else DEFAULT_CLASS
         return name, self._classes.get(name, _PLAIN)
 
-    def entitlement(self, key: str | None, headers: Headers, fields: Fields) -> Entitlement:
+    def class_grant(self, key: str | None, headers: Headers, fields: Fields) -> ClassGrant:
         """Return what a request may use. `fields` are those of its body.
 
         Raises:
@@ -154,11 +154,11 @@ class Tenancy:
             band = min(asked, found.priority if found.priority_max is None else found.priority_max)
         slo = found.slo
         if slo is None:
-            return Entitlement(name, band, found.weight, None, False)
+            return ClassGrant(name, band, found.weight, None, False)
         slo_s = float(slo.ttft_s) if slo.ttft_s is not None else None
         if slo.header and (given := _header(headers, SLO_HEADER)) is not None:
             slo_s = _slo_s(given)
-        return Entitlement(name, band, found.weight, slo_s, slo.late == "defer")
+        return ClassGrant(name, band, found.weight, slo_s, slo.late == "defer")
 
     # Rates
 
@@ -192,8 +192,8 @@ class Tenancy:
         self.output_tokens += (output_tokens - self.output_tokens) * _OUTPUT_WEIGHT
 
     def _refusal(self, key: str, exceeded: RateExceeded, now: float) -> Refusal:
-        word = f"rate_{exceeded.limited}"
-        return Refusal(429, exceeded.reason, word, exceeded.retry_after_s, self.headers(key, now))
+        metric_reason = f"rate_{exceeded.limited}"
+        return Refusal(429, exceeded.reason, metric_reason, exceeded.retry_after_s, self.headers(key, now))
 
 
 def _header(headers: Headers, name: bytes) -> bytes | None:

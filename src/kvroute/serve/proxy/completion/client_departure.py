@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvroute.serve.engines.protocols import with_one_token
-from kvroute.serve.proxy.legs.abandoned import SETTLE_S, AbandonedLimit, strands_kv, waits_for_write
+from kvroute.serve.proxy.legs.abandoned import SETTLE_S, AbandonedLimit, leaves_unfetched_kv, waits_for_write
 
 if TYPE_CHECKING:
     from kvroute.serve.proxy.completion.end import RequestEnd
@@ -31,7 +31,7 @@ class ClientDeparture:
             if self._complete(now):
                 return
             state.runtime.metrics.client_gone()
-            if strands_kv(state, self._legs.prefill, self._legs.decode, now):
+            if leaves_unfetched_kv(state, self._legs.prefill, self._legs.decode, now):
                 self._abandon(now)
             else:
                 self._end.client_gone(now)

@@ -12,8 +12,8 @@ from kvroute.serve.proxy.request_reports import EndedRequest
 from kvroute.serve.proxy.retry import UPSTREAM, LegFailure, free_of_charge, retry_after
 
 if TYPE_CHECKING:
-    from kvroute.serve.api.responses import Usage
-    from kvroute.serve.observe.view import Ttft
+    from kvroute.serve.api.responses import TokenUsage
+    from kvroute.serve.observe.view import TtftBreakdown
     from kvroute.serve.proxy.admission.tenancy import RequestAccount
     from kvroute.serve.proxy.completion.legs import RequestLegs
     from kvroute.serve.proxy.completion.prompt import PromptReading
@@ -38,7 +38,7 @@ class RequestEnd:
         self.limit: AbandonedLimit | None = None
         """The time limit of an abandoned request; None: the client is there."""
 
-    def first_token(self, ttft: Ttft, now: float, *, retried: bool) -> None:
+    def first_token(self, ttft: TtftBreakdown, now: float, *, retried: bool) -> None:
         """Record the time to the first token, and the prediction beside it unless a leg has failed."""
         runtime, account = self._state.runtime, self.account
         account.ttft_s = now - account.arrived_at
@@ -51,7 +51,7 @@ class RequestEnd:
 
     # The reasons
 
-    def answered(self, leg: DecodeLeg, usage: Usage | None, now: float) -> None:
+    def answered(self, leg: DecodeLeg, usage: TokenUsage | None, now: float) -> None:
         """End a request whose client has its whole response."""
         if usage is not None and usage.prompt_tokens is not None:
             self.account.prompt_tokens = usage.prompt_tokens

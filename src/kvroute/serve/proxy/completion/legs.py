@@ -40,18 +40,18 @@ class LegsOwner(PrefillOwner, DecodeOwner, Protocol):
 class RequestLegs:
     """At most one leg for prefill and one for decode at a time."""
 
-    __slots__ = ("_joint", "_make", "_owner", "decode", "generated_tokens", "ids", "prefill", "state")
+    __slots__ = ("_both_on_arrival", "_make", "_owner", "decode", "generated_tokens", "ids", "prefill", "state")
     _owner: LegsOwner
 
-    def __init__(self, state: RequestState, owner: LegsOwner, make: MakeDecodeLeg, *, joint: bool) -> None:
+    def __init__(self, state: RequestState, owner: LegsOwner, make: MakeDecodeLeg, *, both_on_arrival: bool) -> None:
         """Args:
 
         state: facts of the request.
         owner: receives reports until `close`.
         make: makes the leg that decodes.
-        joint: whether the decode instance orders the prefill, so that there is no prefill leg.
+        both_on_arrival: whether the decode instance orders the prefill, so that there is no prefill leg.
         """
-        self.state, self._owner, self._make, self._joint = state, owner, make, joint
+        self.state, self._owner, self._make, self._both_on_arrival = state, owner, make, both_on_arrival
         self.prefill: PrefillLeg | None = None
         """The leg that computes the KV cache, or has computed it."""
         self.decode: DecodeLeg | None = None
@@ -70,7 +70,7 @@ class RequestLegs:
         if not decisions:
             return
         first, last = decisions[0], decisions[-1]
-        if self._joint and type(first) is Prefill:
+        if self._both_on_arrival and type(first) is Prefill:
             self.state.runtime.state.decided(first, now)
             first = last
         if type(first) is Prefill and type(last) is ReadKv:
@@ -90,7 +90,7 @@ class RequestLegs:
         if read is not None:
             dashboard.decided(read, now)
         self._start_path_attempt(decision, now)
-        self.state.alone = False
+        self.state.aggregated = False
         leg = self.prefill = PrefillLeg(self.state, self._owner, decision, now, early=early, read=read)
         # If an attempt with a prefix copy or with blocks from the store fails, the retry uses neither.
         prepared = decision.copy_from or read is not None
@@ -107,10 +107,10 @@ class RequestLegs:
 
     def _send_decode(self, decision: Decode, now: float) -> None:
         state = self.state
-        if state.alone and state.abandoned:
+        if state.aggregated and state.abandoned:
             self._owner.on_nothing_to_fetch(now)
             return
-        if state.alone:
+        if state.aggregated:
             decision = structs.replace(decision, source=decision.target, tier=0, kv_bytes=0.0)
         state.runtime.state.decided(decision, now)
         make = RelayedDecodeLeg if state.abandoned else self._make
@@ -177,7 +177,7 @@ class RequestLegs:
         """Return how far the request is, as far as the consequences of this leg's failure depend on it."""
         state, decode = self.state, self.decode
         waits, elsewhere, refetchable = False, True, False
-        final = decode is not None and decode.final
+        final = decode is not None and decode.not_resendable
         if leg is self.prefill:
             waits = decode is not None and decode.early
             elsewhere = not waits or state.runtime.prefills_elsewhere(leg.engine)

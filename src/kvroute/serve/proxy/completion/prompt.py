@@ -100,7 +100,7 @@ class PromptReading:
         return await prompts.blocks(completion, self._model)
 
 
-def core_request(state: RequestState, prompt: Prompt, model: str, now: float, *, joint: bool) -> Request:
+def core_request(state: RequestState, prompt: Prompt, model: str, now: float, *, both_on_arrival: bool) -> Request:
     """Return the request as the core decides on it.
 
     Args:
@@ -108,7 +108,7 @@ def core_request(state: RequestState, prompt: Prompt, model: str, now: float, *,
         prompt: its prompt.
         model: name of its model in the core.
         now: time, gateway clock.
-        joint: whether the decode instance orders the prefill.
+        both_on_arrival: whether the decode instance orders the prefill.
     """
     runtime, completion = state.runtime, state.completion
     max_tokens, reserve = completion.max_tokens, runtime.reserve_output_tokens
@@ -123,7 +123,7 @@ def core_request(state: RequestState, prompt: Prompt, model: str, now: float, *,
         max_output_tokens=max_tokens,
         model=model,
         one_leg=one_leg and runtime.models.one_instance_only(completion),
-        copyable=prompt.ids is not None and not joint and not completion.adapter,
+        copyable=prompt.ids is not None and not both_on_arrival and not completion.adapter,
         adapter=completion.adapter,
         session=session_of(state.exchange.headers, runtime.session_header) if runtime.session_header else 0,
     )

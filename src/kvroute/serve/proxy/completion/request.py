@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from kvroute.serve.api.prompt_queue import QueueFull
     from kvroute.serve.api.prompt_reader import Prompt
     from kvroute.serve.api.requests import Completion
-    from kvroute.serve.api.responses import Usage
+    from kvroute.serve.api.responses import TokenUsage
     from kvroute.serve.engines.client import EngineClient
-    from kvroute.serve.observe.view import Ttft
+    from kvroute.serve.observe.view import TtftBreakdown
     from kvroute.serve.proxy.admission.tenancy import Refusal
     from kvroute.serve.proxy.legs.decode_leg import DecodeLeg, TransferTimes
     from kvroute.serve.proxy.legs.leg import Leg
@@ -52,10 +52,10 @@ class ProxiedRequest:
     """
 
     __slots__ = (
+        "_both_on_arrival",
         "_departure",
         "_end",
         "_failures",
-        "_joint",
         "_only",
         "account",
         "legs",
@@ -74,7 +74,7 @@ class ProxiedRequest:
         *,
         decode_leg: MakeDecodeLeg = RelayedDecodeLeg,
         only: tuple[str, ...] | None = None,
-        joint: bool = False,
+        both_on_arrival: bool = False,
     ) -> None:
         """Args:
 
@@ -85,12 +85,12 @@ class ProxiedRequest:
         received_at: time of its arrival, gateway clock.
         decode_leg: makes the leg that decodes; the default sends it to the engine and relays the response.
         only: names of the instances that may serve it; None: all.
-        joint: whether the decode instance orders the prefill, so that this request has no prefill leg.
+        both_on_arrival: whether the decode instance orders the prefill, so that this request has no prefill leg.
         """
         self.runtime = runtime
-        self._only, self._joint = only, joint
+        self._only, self._both_on_arrival = only, both_on_arrival
         self.state = RequestState(runtime, exchange, completion, request_id, received_at)
-        self.legs = RequestLegs(self.state, self, decode_leg, joint=joint)
+        self.legs = RequestLegs(self.state, self, decode_leg, both_on_arrival=both_on_arrival)
         self.account = RequestAccount(received_at)
         self._end = RequestEnd(self.state, self.legs, self.account)
         self._failures = RequestFailures(self.state, self.legs, self._end)
@@ -134,14 +134,18 @@ class ProxiedRequest:
         self._end.reading = None
         runtime, completion = self.runtime, self.state.completion
         now = runtime.now()
-        request = self.state.request = core_request(self.state, prompt, self.model, now, joint=self._joint)
+        request = self.state.request = core_request(
+            self.state, prompt, self.model, now, both_on_arrival=self._both_on_arrival
+        )
         self.legs.ids = prompt.ids if request.copyable and (runtime.copy_s or runtime.reads_storage) else None
         runtime.metrics.prompt_read(prompt.input_tokens)
         runtime.budget.request(now)
         if runtime.expected_transfers.due_at <= now:
             runtime.expected_transfers.report_due(now)
         if runtime.placement is None:
-            self.legs.carry_out(runtime.report.arrived(request, now, self._only, joint=self._joint), now)
+            self.legs.carry_out(
+                runtime.report.arrived(request, now, self._only, both_on_arrival=self._both_on_arrival), now
+            )
             return
         arrival = Arrival(
             request,
@@ -157,7 +161,9 @@ class ProxiedRequest:
         """See `Placeable`."""
         runtime, state, request = self.runtime, self.state, self.state.request
         assert request is not None
-        decisions = runtime.report.arrived(request, now, self._only, joint=self._joint, ttft_max_s=ttft_max_s)
+        decisions = runtime.report.arrived(
+            request, now, self._only, both_on_arrival=self._both_on_arrival, ttft_max_s=ttft_max_s
+        )
         last = decisions[-1] if decisions else None
         if type(last) is Reject and last.ttft_s is not None:
             return last
@@ -169,7 +175,7 @@ class ProxiedRequest:
         self.legs.carry_out(decisions, now)
         return None
 
-    def turn_away(self, refusal: Refusal) -> None:
+    def reject(self, refusal: Refusal) -> None:
         """See `Placeable`."""
         runtime, now = self.runtime, self.runtime.now()
         runtime.state.rejected(now)
@@ -202,13 +208,13 @@ class ProxiedRequest:
         if decode is not None and waits:
             self.legs.begin_decode(decode, now)
         if runtime.placement is not None:
-            runtime.placement.pump(now)
+            runtime.placement.place_ready(now)
 
     def on_no_transfer_params(self, leg: PrefillLeg) -> None:
         """See `PrefillOwner`. If the output did not end by its length, the next request may be served by two
         instances."""
         state, kind = self.state, self.state.completion.kind
-        state.alone = True
+        state.aggregated = True
         if leg.storage_read is not None:
             leg.storage_read.release_kept()
         if ended_by_length(leg.body()):
@@ -240,7 +246,7 @@ class ProxiedRequest:
         elif self._end.limit is not None:
             self._end.limit.end_after(SETTLE_S)
 
-    def on_first_token(self, leg: DecodeLeg, ttft: Ttft, decode_s: float, now: float) -> None:
+    def on_first_token(self, leg: DecodeLeg, ttft: TtftBreakdown, decode_s: float, now: float) -> None:
         """See `DecodeOwner`."""
         state = self.state
         if len(state.exchange.body) > LIGHT_BYTES:
@@ -255,7 +261,7 @@ class ProxiedRequest:
         """See `DecodeOwner`."""
         self.legs.release_body()
 
-    def on_response_end(self, leg: DecodeLeg, usage: Usage | None, now: float) -> None:
+    def on_response_end(self, leg: DecodeLeg, usage: TokenUsage | None, now: float) -> None:
         """See `DecodeOwner`."""
         self._end.answered(leg, usage, now)
 

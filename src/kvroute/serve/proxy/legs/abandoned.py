@@ -20,7 +20,7 @@ SETTLE_S = 1.0
 or from the predicted end of the transfer, whichever is later: such a response does not show when the transfer ends."""
 
 
-def strands_kv(state: RequestState, prefill: PrefillLeg | None, decode: DecodeLeg | None, now: float) -> bool:
+def leaves_unfetched_kv(state: RequestState, prefill: PrefillLeg | None, decode: DecodeLeg | None, now: float) -> bool:
     """Return whether a KV cache would stay on the prefill engine until it expires if all legs were aborted now.
 
     It is False while the prefill is expected to take longer than `timeouts.abandoned`: then it is aborted, unless a

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvroute.serve.api.responses import Usage
+from kvroute.serve.api.responses import TokenUsage
 from kvroute.serve.proxy.legs.leg import Leg, LegOwner
-from kvroute.serve.proxy.retry import UPSTREAM, LegFailure, blame
+from kvroute.serve.proxy.retry import UPSTREAM, LegFailure, record_failure
 from kvroute.types import Decode
 
 if TYPE_CHECKING:
     from kvroute.serve.api.requests import Completion
     from kvroute.serve.engines.client import EngineClient
-    from kvroute.serve.observe.view import Ttft
+    from kvroute.serve.observe.view import TtftBreakdown
     from kvroute.serve.proxy.expected_transfers import ExpectedEnd
     from kvroute.serve.proxy.legs.prefill_leg import PrefillLeg
     from kvroute.serve.proxy.request_state import RequestState
@@ -39,10 +39,10 @@ class DecodeOwner(LegOwner, Protocol):
     def on_transfer_done(self, leg: DecodeLeg, times: TransferTimes, now: float) -> None:
         """Record that the KV transfer and the wait for a slot are over."""
 
-    def on_first_token(self, leg: DecodeLeg, ttft: Ttft, decode_s: float, now: float) -> None:
+    def on_first_token(self, leg: DecodeLeg, ttft: TtftBreakdown, decode_s: float, now: float) -> None:
         """Record the first event of a stream. Args: `decode_s` since the leg was sent, in seconds."""
 
-    def on_response_end(self, leg: DecodeLeg, usage: Usage | None, now: float) -> None:
+    def on_response_end(self, leg: DecodeLeg, usage: TokenUsage | None, now: float) -> None:
         """Record that the client has its whole response, and the tokens that it took as far as they are known."""
 
     def on_prefill_done(self, engine: EngineClient, now: float) -> None:
@@ -203,7 +203,7 @@ class DecodeLeg(Leg):
         super().failed(failure, now)
 
     @property
-    def final(self) -> bool:
+    def not_resendable(self) -> bool:
         """Whether no other decode leg of the request can be sent."""
         return False
 
@@ -214,12 +214,12 @@ class DecodeLeg(Leg):
             return self.early and prefill is not None
         return self.engine.protocol.allows_refetch(prefill.transfer_params)
 
-    def blame(self, failure: LegFailure, now: float) -> None:
+    def record_failure(self, failure: LegFailure, now: float) -> None:
         """See Leg. A KV cache that does not arrive counts against its WAN path, or against nothing if the prompt is not
         computed yet. The request itself may also cause an error, so it is retried without the WAN path (see
         `FaultAttribution`)."""
         state, path = self.state, self.state.path_attempt
-        found = blame(self.kind, failure, over_path=path is not None and path.open)
+        found = record_failure(self.kind, failure, over_path=path is not None and path.open)
         self.count(found, self.engine.availability, self.attempt, now)
         if found.verdict != "path" or path is None:
             return
@@ -238,9 +238,9 @@ class DecodeLeg(Leg):
     def settle(self) -> None:
         """Process what has arrived until now."""
 
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Return the tokens of the response so far; None: unknown."""
-        return Usage(None, None)
+        return TokenUsage(None, None)
 
     def abort_stream(self, why: str, kind: str = UPSTREAM) -> None:
         """End the response, which has begun, with an error. Args: `kind`: its type."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from kvroute.serve.engines.availability import NOT_COUNTED
-from kvroute.serve.proxy.retry import LegFailure, blame, call_failure, status_failure
+from kvroute.serve.proxy.retry import LegFailure, call_failure, record_failure, status_failure
 
 if TYPE_CHECKING:
     from kvroute.http.client.call import Call, Failure
@@ -146,7 +146,7 @@ class Leg:
         if self.outcome_reported:
             self.attempt = self.engine.availability.late_failure(now)
         self.outcome_reported = True
-        self.blame(failure, now)
+        self.record_failure(failure, now)
         faults = self.state.faults
         if self.state.over and faults is not None:  # the client has its response
             faults.ended(200, now)
@@ -157,9 +157,9 @@ class Leg:
         reports, request_id = self.state.runtime.reports, self.state.request_id
         reports.leg_failed(self.kind, self.engine.name, failure.kind, failure.reason, request_id)
 
-    def blame(self, failure: LegFailure, now: float) -> None:
+    def record_failure(self, failure: LegFailure, now: float) -> None:
         """Report a failure, which ends the attempt, to what it counts against."""
-        self.count(blame(self.kind, failure), self.engine.availability, self.attempt, now)
+        self.count(record_failure(self.kind, failure), self.engine.availability, self.attempt, now)
 
     def count(self, found: Blame, availability: Availability, attempt: Attempt, now: float) -> None:
         """Report the end of an attempt to the availability of its instance."""

@@ -72,7 +72,7 @@ class PrefillLeg(Leg):
         engine = self.engine
         handshake = self.handshake = engine.handshake(self.state.runtime.draw, early=self._early)
         if handshake is None:
-            engine.resolve_engine_id(self._met)
+            engine.resolve_engine_id(self._bootstrap_done)
             return True
         if self.copy is not None:
             self.copy.begin(ids, now)
@@ -98,7 +98,7 @@ class PrefillLeg(Leg):
         except Exception as error:
             self.owner.internal_error(error)
 
-    def _met(self) -> None:
+    def _bootstrap_done(self) -> None:
         """Continue after the response or the failure of the bootstrap server."""
         runtime, engine = self.state.runtime, self.engine
         if self.dropped or self.state.over:

@@ -131,7 +131,9 @@ class PrefixCopyLeg(Leg):
         tier = self._tier()
         runtime.metrics.transfer_started(tier)
         runtime.state.copy_started(decision, tier, now, expected_s)
-        due_at = max(self.sent_at + expected_s, now + runtime.expected_transfers.alone_s(tier, decision.copy_bytes))
+        due_at = max(
+            self.sent_at + expected_s, now + runtime.expected_transfers.uncontended_s(tier, decision.copy_bytes)
+        )
         self._expected_end = runtime.expected_transfers.expect(due_at, self._transfer_due, now)
 
     def _transfer_due(self, now: float) -> None:

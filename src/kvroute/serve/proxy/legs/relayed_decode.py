@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvroute.http.headers import answered
-from kvroute.serve.api.responses import Usage, error_status, usage_of
+from kvroute.serve.api.responses import TokenUsage, error_status, usage_of
 from kvroute.serve.api.stream_record import UnexpectedEvent
 from kvroute.serve.api.streams import STREAMS, USAGE_MARK, event_data, with_usage
-from kvroute.serve.observe.view import Ttft
+from kvroute.serve.observe.view import TtftBreakdown
 from kvroute.serve.proxy.legs.decode_leg import NOT_OBSERVED, DecodeLeg, DecodeOwner, TransferTimes
 from kvroute.serve.proxy.retry import UPSTREAM, LegFailure, status_failure
 from kvroute.serve.proxy.stream_output import StreamOutput
@@ -43,10 +43,10 @@ class RelayedDecodeLeg(DecodeLeg):
     __slots__ = (
         "_format",
         "_held",
+        "_mid_event",
         "_preamble",
         "_preamble_bytes",
         "_preamble_events",
-        "_torn",
         "_writer",
         "first",
         "output",
@@ -62,7 +62,7 @@ class RelayedDecodeLeg(DecodeLeg):
             self._writer = writer
         self.streams = state.completion.stream
         self.first = True
-        self._torn = False
+        self._mid_event = False
         """The client has received part of an event without its end."""
         self._format = STREAMS[state.completion.kind]
         self.output = StreamOutput(self._format, hidden=False, several=False)
@@ -186,7 +186,7 @@ class RelayedDecodeLeg(DecodeLeg):
         data = self._held + data
         end = max(_after(data, b"\n\n", seen), _after(data, b"\r\n\r\n", seen))
         if len(data) - end > _HELD_BYTES_MAX:
-            self._torn, self._held = True, b""
+            self._mid_event, self._held = True, b""
             self.state.record = None  # it records whole events
             return data
         self._held = data[end:]
@@ -223,7 +223,7 @@ class RelayedDecodeLeg(DecodeLeg):
         queue_s = (self.sent_at if self._prefill is None else self._prefill.sent_at) - state.received_at
         transfer_s = crossed_s or 0.0
         prefill_s = max(0.0, now - state.received_at - queue_s - transfer_s - step_s)
-        self.owner.on_first_token(self, Ttft(queue_s, prefill_s, transfer_s, step_s), decode_s, now)
+        self.owner.on_first_token(self, TtftBreakdown(queue_s, prefill_s, transfer_s, step_s), decode_s, now)
         if self.call is not None:
             self.call.waits = False
             self.call.chunks = self if state.record is None else None
@@ -244,8 +244,8 @@ class RelayedDecodeLeg(DecodeLeg):
         if not engine.measures or not self.transferring or self.decision.kv_bytes < _MEASURABLE_BYTES:
             return None
         seconds = now - self.sent_at - self.expected.step_s
-        joint = engine.protocol.concurrent_legs or self.early  # then `seconds` includes the prefill
-        return seconds if self.expected.queue_s == 0.0 and seconds > 0.0 and not joint else None
+        with_prefill = engine.protocol.concurrent_legs or self.early
+        return seconds if self.expected.queue_s == 0.0 and seconds > 0.0 and not with_prefill else None
 
     def on_end(self) -> None:
         """See ResponseHandler."""
@@ -285,16 +285,16 @@ class RelayedDecodeLeg(DecodeLeg):
         self._writer.end()
         self.owner.on_response_end(self, self.usage(), self.state.runtime.now())
 
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Return the tokens of the stream so far: reported by the engine, or else estimated."""
         output, record, engine = self.output, self.state.record, self.engine
         usage = output.usage
         if usage is None and record is not None and record.tokens:
-            return Usage(None, record.tokens)
+            return TokenUsage(None, record.tokens)
         tokens = output.tokens(engine.tokens_per_event)
         if usage is not None and output.complete:
             engine.learn_tokens_per_event(tokens, output.events)
-        return Usage(usage.prompt_tokens if usage is not None else None, tokens)
+        return TokenUsage(usage.prompt_tokens if usage is not None else None, tokens)
 
     @property
     def complete(self) -> bool:
@@ -304,7 +304,7 @@ class RelayedDecodeLeg(DecodeLeg):
     def abort_stream(self, why: str, kind: str = UPSTREAM) -> None:
         """End the stream with an error event that gives the reason. The held-back part of an event is dropped."""
         writer = self._writer
-        writer.write((b"\n\n" if self._torn else b"") + self._format.error(why, kind, self.output.number))
+        writer.write((b"\n\n" if self._mid_event else b"") + self._format.error(why, kind, self.output.number))
         writer.end()
 
     def settle(self) -> None:

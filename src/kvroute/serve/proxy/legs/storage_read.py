@@ -189,7 +189,7 @@ class StorageRead:
         outcome: Outcome = "failed" if reply is None else "complete" if part.blocks == part.number else "short"
         self._count(part, outcome, reply.bytes if reply is not None else 0.0, now)
         self._send_next(reserve=False)
-        if all(each.over for each in self._parts):
+        if all(part.over for part in self._parts):
             self._finish(now)
 
     def _finish(self, now: float) -> None:
