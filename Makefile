@@ -8,6 +8,8 @@ STAMP := $(VENV)/.core
 export UV_SYSTEM_CERTS := true
 # Tests start many processes, each of which would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
+# More workers than cores, because tests wait a third of their time.
+export PYTEST_XDIST_AUTO_NUM_WORKERS ?= $(shell expr $$(nproc) + 1)
 DEV_STAMP := $(VENV)/.dev
 DOCS_STAMP := $(VENV)/.docs
 # Of each target of `make fuzz`; 0: the bounded number of runs that .ci/run takes.
@@ -24,7 +26,7 @@ NO_MEMBERS := --no-emit-package kvroute-engine --no-emit-package kvroute
 COVERAGE_MIN := 90
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage soak fuzz lint types layers docs protos check vllm clients live gpu bench requirements manifests clean
+.PHONY: help demo test test-slow coverage soak fuzz lint types layers docs protos check vllm clients live gpu bench requirements manifests clean
 
 help:  ## this list
 	@awk -F ':.*##[ ]*' '/^[a-z-]+:.*##/ { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -50,16 +52,20 @@ $(DOCS_STAMP): $(STAMP) requirements/docs.txt
 demo: $(STAMP)  ## a live gateway on 16 emulated engines under three policies, beside the simulator's prediction
 	$(BIN)/kvroute demo examples/fat-tree-64gpu.yaml --out demo-results
 
-test: $(DEV_STAMP)  ## the whole test suite but the live tests
-	$(BIN)/pytest -n auto -m "not live"
+test: $(DEV_STAMP)  ## the tests of every part, with few examples of Hypothesis; four minutes on two cores
+	$(BIN)/pytest -n auto -m "not slow and not live"
+
+test-slow: $(DEV_STAMP)  ## the tests with the mark `slow`
+	$(BIN)/pytest -n auto -m "slow and not live"
 
 # Child processes are measured too; live tests are not part of it. Settings: [tool.coverage] in pyproject.toml.
-coverage: $(DEV_STAMP)  ## the test suite with branch coverage of src/kvroute; fails below COVERAGE_MIN percent
-	$(BIN)/pytest -n auto -m "not live" --cov --cov-report=term:skip-covered --cov-fail-under=$(COVERAGE_MIN)
+coverage: $(DEV_STAMP)  ## both with branch coverage of src/kvroute; fails below COVERAGE_MIN percent
+	HYPOTHESIS_PROFILE=full $(BIN)/pytest -n auto -m "not live" --cov --cov-report=term:skip-covered --cov-fail-under=$(COVERAGE_MIN)
 
 # Garbage is collected after each test: what a test leaves open is found then, and not by chance.
-soak: $(DEV_STAMP)  ## the whole suite ten times, with other Hypothesis examples each time, beside two busy loops
-	env --unset=CI COLLECT_GARBAGE=1 $(PYTHON) tests/soak.py --runs $(SOAK_RUNS) --loops 2 -- $(MAKE) --no-print-directory test
+soak: $(DEV_STAMP)  ## both ten times with all examples, other ones each time, beside two busy loops
+	env --unset=CI COLLECT_GARBAGE=1 HYPOTHESIS_PROFILE=full $(PYTHON) tests/soak.py --runs $(SOAK_RUNS) --loops 2 \
+		-- $(MAKE) --no-print-directory --keep-going test test-slow
 
 fuzz: $(DEV_STAMP)  ## every parser of bytes from outside, for FUZZ_SECONDS each; findings go to fuzz-findings/
 	$(BIN)/python -m tests.fuzz.run --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)

@@ -1,6 +1,9 @@
 """Hypothesis has no deadline, because a first call may compile and no test measures time. With CI set, the examples are
 the same each time, so that a result depends on the change alone. Elsewhere each run draws new examples.
 
+The environment variable HYPOTHESIS_PROFILE chooses how many: with `full`, the number that a test asks for, or 100; with
+`quick`, the default, QUICK_PERCENT of it.
+
 With COLLECT_GARBAGE set, garbage is collected after each test, so that a socket or file that a test has left open fails
 this test. Otherwise it is found when the collector happens to run: in any later test, or never.
 
@@ -13,16 +16,39 @@ import os
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
+from unittest import TestCase
 
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-settings.register_profile("kvroute", deadline=None, derandomize=bool(os.environ.get("CI")))
-settings.load_profile("kvroute")
+QUICK_PERCENT = 15
+QUICK_LEAST = 3
 
+for _profile in ("full", "quick"):
+    settings.register_profile(_profile, deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+_SETTINGS = "_hypothesis_internal_use_settings"
+"""Attribute of a Hypothesis test from which its settings are read when it starts."""
 _WITHOUT_SERVERS = ("test_all_reduce_truth.py", "test_torch_all_reduce.py", "test_vllm_all_reduce.py")
 """Modules of tests/live/vllm that start no `vllm serve`."""
+
+
+def _fewer(found: settings) -> settings:
+    """Return `found` with the number of examples of the profile `quick`."""
+    return settings(found, max_examples=max(QUICK_LEAST, round(found.max_examples * QUICK_PERCENT / 100)))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Lower the number of examples of each Hypothesis test, once if it has several parameters."""
+    if settings.get_current_profile_name() != "quick":
+        return
+    tests = [item for item in items if isinstance(item, pytest.Function) and is_hypothesis_test(item.function)]
+    for machine in {item.cls for item in tests if issubclass(item.cls or object, TestCase)}:
+        machine.settings = _fewer(machine.settings)
+    for function in {item.function for item in tests if not issubclass(item.cls or object, TestCase)}:
+        setattr(function, _SETTINGS, _fewer(getattr(function, _SETTINGS)))
 
 
 class LiveScheduling(LoadScopeScheduling):  # type: ignore[misc]
