@@ -5,16 +5,15 @@ from __future__ import annotations
 import configparser
 import re
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from tests.commands import kvroute_command
 from tests.dockerfile import of, stages
 
 ROOT = Path(__file__).resolve().parents[1]
-PROGRAM = Path(sys.executable).with_name("kvroute")
 UNIT = ROOT / "deploy/systemd/kvroute.service"
 PAGE = ROOT / "docs/deploy.md"
 
@@ -24,7 +23,10 @@ def _assert_command_exists(command: list[str]) -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert Path(command[0]).name in scripts
     shown = subprocess.run(
-        [PROGRAM, command[1], "--help"], capture_output=True, text=True, env={"COLUMNS": "200", "PATH": "/usr/bin"}
+        kvroute_command(command[1], "--help"),
+        capture_output=True,
+        text=True,
+        env={"COLUMNS": "200", "PATH": "/usr/bin"},
     )
     assert shown.returncode == 0, shown.stdout + shown.stderr
     for option in command[2:]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.commands import kvroute_command
 from tests.examples import CLUSTERS, NETWORKS
 
 from kvroute.control import ControlSpec
@@ -41,7 +41,7 @@ def test_an_example_network_is_read(path: Path) -> None:
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_an_example_scenario_runs(path: Path) -> None:
     """The command prints one JSON document with a time for every flow."""
-    command = [sys.executable, "-m", "kvroute.cli.app", "flows", str(path), "--json"]
+    command = kvroute_command("flows", str(path), "--json")
     out = subprocess.run(command, capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
     times = json.loads(out.stdout)["completion_times_s"]

@@ -17,11 +17,10 @@ from pathlib import Path
 import pytest
 from tests.cli.cli_rig import Kvroute
 from tests.collectives.scheduler.agent_clusters import write_cluster
+from tests.commands import kvroute_command
 from tests.waiting import PATIENCE_S
 
 from kvroute_engine.agent.files import TABLE, TableFile, read_file
-
-COMMAND = [sys.executable, "-m", "kvroute.cli.app"]
 
 
 class Process:
@@ -29,7 +28,7 @@ class Process:
 
     def __init__(self, *arguments: str | Path) -> None:
         self.process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            kvroute_command(*map(str, arguments)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -212,7 +211,8 @@ def test_wrong_settings_of_an_agent_are_one_sentence(
 def test_an_address_of_another_machine_is_one_sentence(tmp_path: Path) -> None:
     """In a process of its own, because gRPC prints causes of its own as well."""
     arguments = ["scheduler", str(write_cluster(tmp_path)), "--listen", "192.0.2.1:0", "--insecure"]
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=PATIENCE_S)
+    command = [sys.executable, "-m", "kvroute.cli.app", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     what = (
         "192.0.2.1:0 cannot be bound; choose an address of this machine and a free port, and a certificate with its key"
     )

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 from tests.cli.cli_rig import Kvroute
-
-COMMAND = [sys.executable, "-m", "kvroute.cli.app", "buffer"]
+from tests.commands import kvroute_command
 
 
 def test_it_is_ready_answers_and_ends(tmp_path: Path) -> None:
     arguments = [str(tmp_path / "store"), "--port", "0", "--data-port", "0", "--quota", "3MB"]
-    with subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        kvroute_command("buffer", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         ready = json.loads(process.stdout.readline())
         with urllib.request.urlopen(f"{ready['url']}/v1/kv/reads", timeout=60) as answer:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.cli_rig import Kvroute
+from tests.commands import kvroute_command
 from tests.kube.kubeconfigs import kubeconfig
 from tests.kube.manifests import node_document, pod_document
 from tests.kube.scripted_api import ScriptedApi, answer, status
@@ -104,7 +105,7 @@ def test_nodes_that_may_not_be_listed_are_a_finding(kvroute: Kvroute, api: Scrip
 
 def started(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `kvroute kube run-worker` in a process of its own, which it may replace."""
-    command = [sys.executable, "-m", "kvroute.cli.app", "kube", "run-worker", *arguments]
+    command = kvroute_command("kube", "run-worker", *arguments)
     variables = {**os.environ, "KVROUTE_TOPOLOGY_MOUNT_PATH": str(folder), **environment}
     return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.commands import kvroute_command
 from tests.kube.kubeconfigs import kubeconfig
 from tests.kube.operator.operator_rig import NAMESPACE, Rig, installed
 
 OPTIONS = ["kube", "operator", "--image", "example/kvroute:1"]
-PROGRAM = str(Path(sys.executable).with_name("kvroute"))
 
 
 def test_it_leads_until_sigterm(tmp_path: Path) -> None:
@@ -30,7 +29,7 @@ def test_it_leads_until_sigterm(tmp_path: Path) -> None:
         async with installed() as rig:
             config = kubeconfig(tmp_path, rig.server.url, {"token": "operator"})
             options = ["--kubeconfig", str(config), "--no-webhook", "--identity", "me"]
-            process = await asyncio.create_subprocess_exec(PROGRAM, *OPTIONS, *options, stderr=subprocess.PIPE)
+            process = await asyncio.create_subprocess_exec(*kvroute_command(*OPTIONS, *options), stderr=subprocess.PIPE)
             try:
                 await rig.until(lambda: leads(rig))
             finally:
@@ -50,7 +49,7 @@ def test_it_leads_until_sigterm(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_options(options: list[str], sentence: str) -> None:
-    done = subprocess.run([PROGRAM, *OPTIONS, *options], capture_output=True, text=True)
+    done = subprocess.run(kvroute_command(*OPTIONS, *options), capture_output=True, text=True)
     assert done.returncode == 2
     assert sentence in done.stderr
 
@@ -59,7 +58,7 @@ def test_a_missing_certificate_is_one_sentence(tmp_path: Path) -> None:
     """The folder is that of cert-manager's Secret."""
     config = kubeconfig(tmp_path, "http://127.0.0.1:9", {"token": "operator"})
     options = ["--kubeconfig", str(config), "--port", "0", "--certificates", str(tmp_path)]
-    done = subprocess.run([PROGRAM, *OPTIONS, *options], capture_output=True, text=True)
+    done = subprocess.run(kvroute_command(*OPTIONS, *options), capture_output=True, text=True)
     assert done.returncode == 2
     [line] = [line for line in done.stderr.splitlines() if "cannot be read" in line]
     assert "mount the Secret with the certificate" in line

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.cli.cli_rig import CLUSTER, EXAMPLES, Ended, Kvroute, document
+from tests.commands import kvroute_command
 
 
 def test_simulate_prints_one_document_of_runs(kvroute: Kvroute, trace: str) -> None:
@@ -93,7 +93,7 @@ def test_ranks_in_lock_step_wait_for_the_slowest(kvroute: Kvroute) -> None:
 def test_stdout_contains_only_the_document(trace: str) -> None:
     """By default five policies run, compared over one seed here. If stderr is no terminal, it has one line and no
     progress bar."""
-    command = [sys.executable, "-m", "kvroute.cli.app", "simulate", CLUSTER, "--trace", trace, "--seeds", "1"]
+    command = kvroute_command("simulate", CLUSTER, "--trace", trace, "--seeds", "1")
     out = subprocess.run([*command, "--workers", "1", "--json"], capture_output=True, text=True)
     runs = document(Ended(out.returncode, out.stdout, out.stderr))["runs"]
     assert [run["policy"] for run in runs] == ["round-robin", "cla", "netkv", "foresight", "foresight-joint"]

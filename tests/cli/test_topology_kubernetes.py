@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.commands import kvroute_command
 from tests.kube.kubeconfigs import kubeconfig
 from tests.kube.manifests import node_document
 from tests.serve.discovery.kubernetes_rig import Rig, created, play
@@ -88,7 +88,7 @@ def test_a_wrong_namespace_is_noticed_by_the_check(tmp_path: Path) -> None:
 def test_a_server_that_does_not_answer_is_one_sentence(tmp_path: Path) -> None:
     """A command that ends cannot go on trying."""
     kubeconfig(tmp_path, "http://127.0.0.1:1")
-    command = [sys.executable, "-m", "kvroute.cli.app", "topology", "new", "--kubernetes", "--kubeconfig", "kubeconfig"]
+    command = kvroute_command("topology", "new", "--kubernetes", "--kubeconfig", "kubeconfig")
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
     assert "the API server cannot be reached" in done.stderr

@@ -6,16 +6,14 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.commands import kvroute_command
 from tests.doctor.rig import TOKENS, DoctorRig, cluster_text, running_rig
 from tests.serve.stub_engines import run
 from tests.waiting import until
-
-COMMAND = (sys.executable, "-m", "kvroute.cli.app", "doctor")
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ async def started(file: Path, *options: str) -> asyncio.subprocess.Process:
     pipe = asyncio.subprocess.PIPE
     environment = os.environ | {"COLUMNS": "80", "PYTHONUNBUFFERED": "1"}
     return await asyncio.create_subprocess_exec(
-        *COMMAND, str(file), *options, stdout=pipe, stderr=pipe, env=environment
+        *kvroute_command("doctor", str(file), *options), stdout=pipe, stderr=pipe, env=environment
     )
 
 

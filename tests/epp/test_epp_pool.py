@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.commands import kvroute_command
 from tests.epp.envoy_rig import PickerRig, address, alone, completion_body, picking
 from tests.kube.client import MERGE
 from tests.kube.inference_pool import POOLS, install, pool_document
@@ -163,7 +163,7 @@ def test_a_pool_that_does_not_exist_ends_the_start(tmp_path: Path) -> None:
 
     async def started(rig: Rig) -> tuple[int, str]:
         config = kubeconfig(rig.folder, rig.server.url, {"token": "admin"})
-        command = [sys.executable, "-m", "kvroute.cli.app", "epp", "--kubernetes", "--pool", "llm/a"]
+        command = kvroute_command("epp", "--kubernetes", "--pool", "llm/a")
         command += ["--kubeconfig", str(config), "--port", "0", "--admin-port", "0"]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
         return done.returncode, done.stderr.strip()

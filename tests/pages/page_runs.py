@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import typer
+from tests.commands import folder_with_kvroute
 from tests.pages.page_blocks import ROOT, Command
 from typer.core import TyperGroup
 
@@ -106,10 +107,11 @@ class PageFolder:
     def _in_shell(self, text: str) -> Ended:
         for there, here in self.ports.items():
             text = text.replace(there, here)
+        path = f"{folder_with_kvroute()}{os.pathsep}{self._environment['PATH']}"
         ended = subprocess.run(
             ["bash", "-o", "pipefail", "-c", text],
             cwd=self.path,
-            env=self._environment,
+            env=self._environment | {"PATH": path},
             capture_output=True,
             text=True,
             timeout=_PATIENCE_S,

@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ import aiohttp
 import msgspec
 import pytest
 import yaml
+from tests.commands import kvroute_command
 from tests.kube.inference_pool import POOLS, install, pool_document
 from tests.kube.manifests import node_document
 from tests.live.services import free_port, required
@@ -34,7 +34,6 @@ from kvroute import topology
 from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
 from kvroute.types import Endpoint
 
-KVROUTE = (sys.executable, "-m", "kvroute.cli.app")
 MERGE = "application/merge-patch+json"
 CLINIC = """\
 name: clinic
@@ -146,7 +145,7 @@ def test_the_doctor_on_emulated_engines(broken: bool, tmp_path: Path) -> None:
             if broken:
                 await _break(endpoints)
             file.write_text(_clinic(endpoints), encoding="utf-8")
-            command = [*KVROUTE, "doctor", str(file)]
+            command = kvroute_command("doctor", str(file))
             environment = os.environ | {"COLUMNS": "80"}
             return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, env=environment)
 
@@ -171,7 +170,7 @@ async def _break(endpoints: dict[str, Endpoint]) -> None:
 @contextmanager
 def _running(*arguments: str) -> Iterator[str]:
     """Run a command of kvroute until the block ends; yield its first line."""
-    with subprocess.Popen([*KVROUTE, *arguments], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(kvroute_command(*arguments), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             yield process.stdout.readline()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.commands import kvroute_command
 
 from kvroute.planner.dualpath.plan import DualPathPlan, over_ratios, plan_dualpath
 from kvroute.planner.dualpath.problem import read_dualpath
@@ -37,7 +37,7 @@ def changed(folder: Path, *changes: tuple[str, str]) -> DualPathPlan:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `kvroute plan dualpath`."""
-    command = [sys.executable, "-m", "kvroute.cli.app", "plan", "dualpath", *arguments]
+    command = kvroute_command("plan", "dualpath", *arguments)
     return subprocess.run(command, capture_output=True, text=True)
 
 

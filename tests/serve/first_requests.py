@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import msgspec
+from tests.commands import kvroute_command
 from tests.control.first_requests import signatures
 from tests.waiting import until
 
@@ -118,8 +119,7 @@ async def first_requests(policy: str, variant: str, folder: Path) -> dict[str, l
     rest = SECTIONS[variant].replace("KEY", hash_text("one"))
     section = f"  policy: {policy}\n  listen: {{port: 0}}\n  admin: {{port: 0}}\n  log: {{events: events.log}}\n{rest}"
     file.write_text(f"{EXAMPLE.read_text()}\ngateway:\n{section}")
-    program = str(Path(sys.executable).with_name("kvroute"))
-    command = (program, "emulate", str(file), "--until-eof", "--ready-file", str(ready))
+    command = kvroute_command("emulate", str(file), "--until-eof", "--ready-file", str(ready))
     engines = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
     try:
         await until(ready.exists)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 import yaml
+from tests.commands import kvroute_command
 from tests.examples import CLUSTERS, PLANS
 
 from kvroute.serve.config.preflight import deployment_of
@@ -25,7 +25,7 @@ SMALL = Path(__file__).resolve().parents[2] / "examples" / "small.yaml"
 @pytest.fixture(scope="module")
 def printed() -> dict[str, Any]:
     """The output of `kvroute topology schema`."""
-    command = [sys.executable, "-m", "kvroute.cli.app", "topology", "schema"]
+    command = kvroute_command("topology", "schema")
     out = subprocess.run(command, capture_output=True, text=True, check=True)
     document: dict[str, Any] = json.loads(out.stdout)
     return document

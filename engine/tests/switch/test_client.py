@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.commands import kvroute_command
 
 from kvroute_engine.errors import InputError
 from kvroute_engine.switch import AggregationClient, AggregationError, is_answering
@@ -172,7 +172,7 @@ def test_tensors_of_other_types_are_refused(served: Served) -> None:
 
 
 def test_the_command_serves_until_sigterm() -> None:
-    command = [sys.executable, "-m", "kvroute.cli.app", "switch", "--port", "0", "--slots", "64"]
+    command = kvroute_command("switch", "--port", "0", "--slots", "64")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -188,7 +188,7 @@ def test_the_command_serves_until_sigterm() -> None:
 
 def test_the_kernel_s_data_plane_without_its_tools_is_a_warning(tmp_path: Path) -> None:
     """Without clang or libbpf the switch sums the packets itself."""
-    command = [sys.executable, "-m", "kvroute.cli.app", "switch", "--port", "0", "--interface", "lo"]
+    command = kvroute_command("switch", "--port", "0", "--interface", "lo")
     quiet = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=quiet) as process:
         assert process.stdout is not None
@@ -201,7 +201,7 @@ def test_the_kernel_s_data_plane_without_its_tools_is_a_warning(tmp_path: Path) 
 
 
 def test_an_interface_that_does_not_exist_is_one_sentence() -> None:
-    command = [sys.executable, "-m", "kvroute.cli.app", "switch", "--port", "0", "--interface", "nowhere0"]
+    command = kvroute_command("switch", "--port", "0", "--interface", "nowhere0")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert not done.stdout

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.commands import kvroute_command
 from tests.waiting import PATIENCE_S
 
 from kvroute_engine.switch import AggregationClient
@@ -37,18 +37,7 @@ def test_a_damaged_file_is_no_status(tmp_path: Path, content: str) -> None:
 def test_the_command_writes_its_free_slots_and_removes_the_file_at_its_end(tmp_path: Path) -> None:
     """A group with 100 of 300 slots joins and leaves."""
     path = tmp_path / "switch.json"
-    command = [
-        sys.executable,
-        "-m",
-        "kvroute.cli.app",
-        "switch",
-        "--port",
-        "0",
-        "--slots",
-        "300",
-        "--status-file",
-        str(path),
-    ]
+    command = kvroute_command("switch", "--port", "0", "--slots", "300", "--status-file", str(path))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         host, _, port = json.loads(process.stdout.readline())["address"].partition(":")

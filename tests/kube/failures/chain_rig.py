@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 
 import yaml
 from aiohttp import web
+from tests.commands import kvroute_command
 from tests.kube.kubeconfigs import kubeconfig
 from tests.kube.kubelet import running
 from tests.kube.label_volume import Volume
@@ -27,7 +27,6 @@ from kvroute.kube.admission.injection import MOUNTED_AT, VOLUME
 from kvroute.serve.lifecycle.deployment import Deployment
 from kvroute_engine.topology_labels.worker import WAIT_S
 
-KVROUTE = str(Path(sys.executable).with_name("kvroute"))
 NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 NETWORK = f"127.{64 + os.getpid() % 64}.{os.getpid() // 64 % 256}"
 """Loopback addresses of engines: engines listen on port 8000, and another process may run the same tests."""
@@ -101,7 +100,7 @@ class Machine:
         assert program == "kvroute"
         environment = os.environ | self._variables(container)
         process = await asyncio.create_subprocess_exec(
-            KVROUTE, *arguments, env=environment, stderr=asyncio.subprocess.PIPE
+            *kvroute_command(*arguments), env=environment, stderr=asyncio.subprocess.PIPE
         )
         try:
             _, stderr = await process.communicate()

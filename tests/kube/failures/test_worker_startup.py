@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.commands import kvroute_command
 from tests.kube.event_loop import scenario
-from tests.kube.failures.chain_rig import KVROUTE, Chain, chain
+from tests.kube.failures.chain_rig import Chain, chain
 from tests.kube.label_volume import Volume
 from tests.kube.resources.router_examples import constrained
 
@@ -84,7 +85,9 @@ def test_row_files_not_present_for_an_engine_below_the_wrapper(tmp_path: Path, p
         }
         command = ["kube", "run-worker", "--", sys.executable, "-c", program]
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(KVROUTE, *command, env=environment, stdout=pipe, stderr=pipe)
+        process = await asyncio.create_subprocess_exec(
+            *kvroute_command(*command), env=environment, stdout=pipe, stderr=pipe
+        )
         stdout, stderr = await process.communicate()
         if present:
             assert (process.returncode, json.loads(stdout)) == (0, {"rack": "r1", "zone": "z1"})

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.commands import kvroute_command
 from tests.kube.apiserver.access import ADMIN
 from tests.kube.apiserver.requests import User
 from tests.kube.apiserver.server import Server, Settings
@@ -52,7 +52,7 @@ class Rig:
 
     async def kvroute(self, *arguments: str) -> tuple[int, str, str]:
         """Run `kvroute` in the folder; return exit code, stdout and stderr."""
-        command = [sys.executable, "-m", "kvroute.cli.app", *arguments]
+        command = kvroute_command(*arguments)
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, cwd=self.folder)
         return done.returncode, done.stdout, done.stderr
 

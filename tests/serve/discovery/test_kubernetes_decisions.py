@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import aiohttp
 import pytest
+from tests.commands import kvroute_command
 from tests.kube.manifests import node_document
 from tests.serve.discovery.kubernetes_rig import Rig, created, play
 from tests.serve.lifecycle.membership_rig import fleet_text
@@ -72,7 +72,7 @@ def test_tiers_and_their_speeds_reach_decisions(policy: str, tmp_path: Path) -> 
                 await gateway.close()
 
     play(scenario, tmp_path)
-    command = [sys.executable, "-m", "kvroute.cli.app", "explain", str(tmp_path / "events.log"), "0", "--json"]
+    command = kvroute_command("explain", str(tmp_path / "events.log"), "0", "--json")
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     [decision] = [each for each in json.loads(out)["decisions"] if each["kind"] == "decode"]
     found = {each["name"]: each for each in decision["candidates"]}
