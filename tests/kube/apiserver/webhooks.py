@@ -155,14 +155,12 @@ class Webhooks:
         timeout_s = webhook["timeoutSeconds"]
         address = f"{url}?timeout={timeout_s}s"
         bundle = webhook["clientConfig"].get("caBundle")
-        context = ssl.create_default_context()
-        if bundle:
-            try:
-                context = ssl.create_default_context(cadata=base64.b64decode(bundle).decode())
-            except (ssl.SSLError, ValueError):
-                raise CallFailed(
-                    "failed to call webhook: unable to load root certificates: unable to parse bytes as PEM block"
-                ) from None
+        try:
+            context = ssl.create_default_context(cadata=base64.b64decode(bundle).decode() if bundle else None)
+        except (ssl.SSLError, ValueError):
+            raise CallFailed(
+                "failed to call webhook: unable to load root certificates: unable to parse bytes as PEM block"
+            ) from None
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         payload = json.dumps(body).encode()
         try:

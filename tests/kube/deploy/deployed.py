@@ -23,7 +23,7 @@ _OTHERS = {"monitoring.coreos.com", "cert-manager.io", "kustomize.config.k8s.io"
 
 def read(path: Path) -> list[Manifest]:
     """Return all objects of a file."""
-    return [obj for obj in yaml.safe_load_all(path.read_text(encoding="utf-8")) if obj]
+    return [obj for obj in yaml.load_all(path.read_text(encoding="utf-8"), yaml.CSafeLoader) if obj]
 
 
 def problems(obj: Manifest, version: str) -> list[str]:
