@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.commands import kvroute_command
 from tests.kube.apiserver.faults import Fault
 from tests.kube.event_loop import scenario
-from tests.kube.failures.chain_rig import KVROUTE
 from tests.kube.kubeconfigs import kubeconfig
 from tests.kube.operator.cluster_examples import engines, gateway_pod, node
 from tests.kube.operator.operator_rig import NAMESPACE, Rig, installed, plain
@@ -150,7 +150,7 @@ def test_options_of_the_command(tmp_path: Path) -> None:
             options = ["--image", "x", "--no-webhook", "--kubeconfig", str(access), "--log-level", "debug"]
             options += ["--image-pull-secret", "first", "--image-pull-secret", "second"]
             process = await asyncio.create_subprocess_exec(
-                KVROUTE, "kube", "operator", *options, stderr=asyncio.subprocess.PIPE
+                *kvroute_command("kube", "operator", *options), stderr=asyncio.subprocess.PIPE
             )
             try:
                 await rig.until(partial(rig.get, "Deployment", "chat"))

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.commands import kvroute_command
 from tests.kube.apiserver.faults import Fault
 from tests.kube.event_loop import scenario
-from tests.kube.failures.chain_rig import KVROUTE
 from tests.kube.kubeconfigs import kubeconfig
 from tests.kube.operator.cluster_examples import gateway_pod, node, pod
 from tests.kube.operator.operator_rig import Rig, installed, plain
@@ -247,7 +247,7 @@ def test_a_killed_process_leaves_its_work_to_the_next_one(writes: int, tmp_path:
 async def process(access: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run an operator as a process; kill it at the end."""
     options = ["--image", "x", "--no-webhook", "--identity", "me", "--kubeconfig", str(access)]
-    started = await asyncio.create_subprocess_exec(KVROUTE, "kube", "operator", *options)
+    started = await asyncio.create_subprocess_exec(*kvroute_command("kube", "operator", *options))
     try:
         yield started
     finally:
