@@ -99,6 +99,7 @@ def test_a_cached_kernel_is_used_until_a_callee_changes(tmp_path: Path) -> None:
     assert run_script(tmp_path, "first", "second")[0] == ["2012 1", "5010 0"]
 
 
+@pytest.mark.slow
 def test_a_change_reaches_callers_of_callers(tmp_path: Path) -> None:
     """The innermost of three modules changes: both others are compiled again. Without a change, all come from the
     cache."""
@@ -110,6 +111,7 @@ def test_a_change_reaches_callers_of_callers(tmp_path: Path) -> None:
     assert run_script(tmp_path, "of_inner")[0] == ["2012 0", "4024 0"]
 
 
+@pytest.mark.slow
 def test_a_cache_of_another_version_is_not_an_error(tmp_path: Path) -> None:
     """The cached index names a class that the new version of the module does not have any more."""
     module = tmp_path / "of_record.py"
@@ -120,6 +122,7 @@ def test_a_cache_of_another_version_is_not_an_error(tmp_path: Path) -> None:
     assert run_script(tmp_path, "record") == (["3 0"], "")
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_is_compiled_again(tmp_path: Path) -> None:
     """The index is cut off, or holds bytes that are no index; both are replaced without a message."""
     (tmp_path / "of_record.py").write_text(RECORD.format(name="Own"), encoding="utf-8")
@@ -156,6 +159,7 @@ print("numba.np.linalg" in sys.modules, scaled(2.0), scaled(1), scaled.stats.cac
 """
 
 
+@pytest.mark.slow
 def test_a_cached_kernel_loads_no_compiler(tmp_path: Path) -> None:
     """Within `only_cached` a kernel without machine code is not compiled. A process that compiled nothing has not
     loaded what compiling needs, and can still compile, also after LLVM's pages went back to the system."""

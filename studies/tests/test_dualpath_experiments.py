@@ -90,6 +90,7 @@ def test_groups_have_their_published_sizes() -> None:
     assert storage_cluster(DUALPATH_PROFILES["qwen-32b"], assumed, 1, 2).prefill_group == 1
 
 
+@pytest.mark.slow
 def test_every_system_of_the_ablation_runs_the_same_turns(ablation: list[Record]) -> None:
     by_seed = {seed: [one for one in ablation if one.cell.seed == seed] for seed in (0, 1)}
     for records in by_seed.values():
@@ -100,12 +101,14 @@ def test_every_system_of_the_ablation_runs_the_same_turns(ablation: list[Record]
         assert max(reads.values()) == pytest.approx(min(reads.values()))
 
 
+@pytest.mark.slow
 def test_both_sides_are_faster_than_prefill_nodes_alone(ablation: list[Record]) -> None:
     time_s = {one.cell.policy: one.figures["end_s"] for one in ablation if one.cell.seed == 0}
     assert time_s["scheduling"] < time_s["basic"]
     assert time_s["oracle"] == min(time_s.values())
 
 
+@pytest.mark.slow
 def test_table_findings_and_page(ablation: list[Record], tmp_path: Path) -> None:
     grid = dualpath_grid(ABLATION, ablation)
     assert [row[2].text for row in grid.rows] == list(ABLATION.policies)

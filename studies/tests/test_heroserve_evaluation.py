@@ -116,9 +116,14 @@ SMALL = [
     cell(THROUGHPUT, "fp16-512", HERO, 4, 4, 4096),
     cell(LOSS, "int32-100g", "retry-100us", 2, 32, 0.01, seed=3),
 ]
+_SLOW = {one.name for one in (SCALABILITY, PREDICTION, MEMORY)}
 
 
-@pytest.mark.parametrize("one", SMALL, ids=lambda one: one.experiment)
+@pytest.mark.parametrize(
+    "one",
+    [pytest.param(one, marks=pytest.mark.slow) if one.experiment in _SLOW else one for one in SMALL],
+    ids=[one.experiment for one in SMALL],
+)
 def test_a_cell_runs_again_alike(one: Cell) -> None:
     first, second = run_cell(one), run_cell(one)
     assert first.figures == second.figures
@@ -137,6 +142,7 @@ def test_higher_rates_do_not_lower_ttft_and_tpot() -> None:
         assert found[0][name] < found[1][name]
 
 
+@pytest.mark.slow
 def test_the_predicted_rate_is_at_most_a_third_too_low() -> None:
     found = [run_cell(cell(PREDICTION, CHAT, HERO, 4, load)).figures for load in (1.0, 1.3)]
     assert found[0]["attainment"] >= 0.9 > found[1]["attainment"]
@@ -144,6 +150,7 @@ def test_the_predicted_rate_is_at_most_a_third_too_low() -> None:
     assert found[0]["predicted_per_s"] == run_cell(cell(SCALABILITY, CHAT, HERO, 4, 2)).figures["rate_per_s"]
 
 
+@pytest.mark.slow
 def test_at_low_load_heroserve_uses_the_scheme_of_small_tensors() -> None:
     """With int32 over eight servers the ring sustains more, and aggregation is faster at a quarter of the load."""
     found = {
@@ -201,8 +208,20 @@ def test_the_memory_is_measured_when_the_batch_has_settled() -> None:
     assert shares[:third].mean() > 0.85 * shares[-third:].mean()
 
 
+class Records(dict[str, list[Record]]):
+    """The records of each experiment, whose cells run when they are needed."""
+
+    def __init__(self, chosen: dict[str, list[Cell]]) -> None:
+        super().__init__()
+        self._chosen = chosen
+
+    def __missing__(self, name: str) -> list[Record]:
+        self[name] = [run_cell(one) for one in self._chosen[name]]
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def records() -> dict[str, list[Record]]:
+def records() -> Records:
     """A few cells of every experiment."""
     some = ("ring", WITHOUT, HERO)
     chosen = {
@@ -217,11 +236,13 @@ def records() -> dict[str, list[Record]]:
         ],
         MEMORY.name: [cell(MEMORY, CHAT, policy, 4) for policy in (WITHOUT, HERO)],
     }
-    return {name: [run_cell(one) for one in each] for name, each in chosen.items()}
+    return Records(chosen)
 
 
-@pytest.mark.parametrize("name", list(VIEWS))
-def test_every_page_has_its_figure_and_every_cell(name: str, records: dict[str, list[Record]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in {*_SLOW, LATENCY.name} else name for name in VIEWS]
+)
+def test_every_page_has_its_figure_and_every_cell(name: str, records: Records, tmp_path: Path) -> None:
     one, some = EXPERIMENTS[name], records[name]
     text = write_heroserve(one, some, tmp_path).read_text()
     assert len(cells_grid(one, some).rows) == len({record.key.rpartition("/")[0] for record in some})
@@ -230,7 +251,7 @@ def test_every_page_has_its_figure_and_every_cell(name: str, records: dict[str, 
         assert finding.claim in text
 
 
-def test_ranges_are_the_lowest_and_highest_gain(records: dict[str, list[Record]]) -> None:
+def test_ranges_are_the_lowest_and_highest_gain(records: Records) -> None:
     some = records[THROUGHPUT.name]
     (metric,) = VIEWS[THROUGHPUT.name].metrics
     found = gains(some, metric, WITHOUT)
@@ -241,7 +262,8 @@ def test_ranges_are_the_lowest_and_highest_gain(records: dict[str, list[Record]]
     assert [row[last].text for row in grid.rows] == [f"{found[key]:.2f}" for key in found]
 
 
-def test_ranges_of_latency_leave_out_overload(records: dict[str, list[Record]]) -> None:
+@pytest.mark.slow
+def test_ranges_of_latency_leave_out_overload(records: Records) -> None:
     """Over four servers the ring is overloaded at the rate that the hierarchical ring sustains."""
     some = records[LATENCY.name]
     metric = VIEWS[LATENCY.name].metrics[0]
@@ -257,7 +279,7 @@ def test_ranges_of_latency_leave_out_overload(records: dict[str, list[Record]]) 
     assert "(" not in row[titles.index(f"over {WITHOUT}")].text
 
 
-def test_findings_say_where_aggregation_brings_nothing(records: dict[str, list[Record]]) -> None:
+def test_findings_say_where_aggregation_brings_nothing(records: Records) -> None:
     found = {one.claim: one for one in heroserve_findings(THROUGHPUT, records[THROUGHPUT.name])}
     sentence = found[f"time: {HERO} is better than {WITHOUT}"].sentence
     assert "Aggregation brings nothing at 1 points: span 2: 1 of 1, 4: 0 of 1" in sentence

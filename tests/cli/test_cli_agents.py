@@ -81,6 +81,7 @@ def lasting_port() -> int:
     raise AssertionError("no port is free")
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_is_killed_and_starts_again(tmp_path: Path, start: Callable[..., Process]) -> None:
     """The agent keeps its table, whose age grows, and gets one with a higher version."""
     cluster, folder = write_cluster(tmp_path), tmp_path / "run"

@@ -150,6 +150,7 @@ def running_demo(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
             process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
 def test_an_interrupted_demo_leaves_nothing_running(
     running_demo: tuple[subprocess.Popen[str], str], number: signal.Signals

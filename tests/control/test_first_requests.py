@@ -10,10 +10,10 @@ import pytest
 
 from kvroute.policies import DECODE_POLICIES
 
+FAMILIES = ("foresight", "netkv")
 GROUPS = [
-    [name for name in DECODE_POLICIES if name.startswith("foresight")],
-    [name for name in DECODE_POLICIES if name.startswith("netkv")],
-    [name for name in DECODE_POLICIES if not name.startswith(("foresight", "netkv"))],
+    *([name for name in DECODE_POLICIES if name.startswith(family)] for family in FAMILIES),
+    pytest.param([name for name in DECODE_POLICIES if not name.startswith(FAMILIES)], marks=pytest.mark.slow),
 ]
 
 

@@ -341,6 +341,7 @@ def test_a_status_that_is_none_counts_as_a_failure() -> None:
     run(main())
 
 
+@pytest.mark.slow
 def test_a_long_message_of_the_access_log_is_skipped() -> None:
     """And the next one is read."""
 

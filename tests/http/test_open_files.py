@@ -52,6 +52,7 @@ def limits_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/limits").read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_serve_warns_where_the_hard_limit_is_too_low(tmp_path: Path) -> None:
     """The log line gives the limit, the number that the settings need, and a number of connections that fits."""
     file, ready = tmp_path / "cluster.yaml", tmp_path / "ready.json"

@@ -97,6 +97,7 @@ def test_web_pages_of_other_sites_cannot_send_completions() -> None:
     run(main())
 
 
+@pytest.mark.slow
 def test_the_cache_of_host_names_takes_bounded_memory() -> None:
     """Beyond loopback any number of names is accepted, of any length."""
     pages = WebPages()

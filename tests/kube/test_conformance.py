@@ -32,7 +32,7 @@ UNUSED = {"servicemonitors", "clustertopologybindings", "clustertopologies", "po
 right to create comes with a patch that creates, by server-side apply."""
 
 
-@pytest.mark.parametrize("given", [{}, {"cleanup_s": 1.0, "controllers": True}])
+@pytest.mark.parametrize("given", [{}, pytest.param({"cleanup_s": 1.0, "controllers": True}, marks=pytest.mark.slow)])
 def test_every_check_passes_and_nothing_remains(given: dict[str, Any]) -> None:
     """As a process, as it is run against a real server; also where definitions end later and a controller writes the
     status of Deployments."""
@@ -66,6 +66,7 @@ def test_every_check_passes_and_nothing_remains(given: dict[str, Any]) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_what_it_says_about_a_server_that_cannot_be_used() -> None:
     """One sentence, exit code 2."""
 
@@ -82,6 +83,7 @@ def test_what_it_says_about_a_server_that_cannot_be_used() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_relative_path_of_the_ca_is_resolved(tmp_path: Path) -> None:
     """The check of discovery writes a kubeconfig into another folder, which names the file."""
     pair = issue(["localhost"], time.time())
@@ -108,6 +110,7 @@ def test_a_relative_path_of_the_ca_is_resolved(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_what_it_needs_is_named_in_one_sentence(tmp_path: Path) -> None:
     """A missing package and a missing file: exit code 2, and what to do."""
     script = "import sys; sys.modules['lightkube'] = None; import tests.kube.conformance"

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TRACE = ROOT.parent / "shared" / "data" / "mooncake" / "conversation_trace.jsonl.zst"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not TRACE.exists() and not os.environ.get("KVROUTE_REQUIRE_LIVE"), reason="the Mooncake trace is not here"
 )

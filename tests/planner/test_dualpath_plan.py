@@ -87,6 +87,7 @@ def test_the_rates_over_the_ratio_agree_with_the_plan_and_its_interval() -> None
     assert own.compute_turns_per_s == pytest.approx(plan.turns_per_s.compute)
 
 
+@pytest.mark.slow
 def test_out_writes_a_page_with_its_figures_and_all_numbers(tmp_path: Path) -> None:
     """With and without a range of ratios."""
     nothing = write_changed(tmp_path, (PREFILL, f"{PREFILL}tp: 8, "), (DECODE, f"{DECODE}tp: 8, "))

@@ -196,6 +196,7 @@ def test_instances_that_failed_a_request_are_retried_last(leg: str, policy: str,
     assert all(len(set(tried[first : first + 3])) == 3 for first in range(turns - 2))
 
 
+@pytest.mark.slow
 def test_chaos_no_request_is_lost_and_nothing_leaks(tmp_path: Path) -> None:
     """Each leg may fail with every kind of fault, engines restart, and one client in ten disconnects."""
     log = tmp_path / "events.log"

@@ -10,7 +10,11 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("policy", "variant"), [("foresight-joint", "policy"), ("foresight-joint", "tenants"), ("netkv", "policy")]
+    ("policy", "variant"),
+    [
+        ("foresight-joint", "tenants"),
+        *(pytest.param(policy, "policy", marks=pytest.mark.slow) for policy in ("foresight-joint", "netkv")),
+    ],
 )
 def test_the_first_requests_import_and_compile_nothing(policy: str, variant: str) -> None:
     """On every path, with every kind of error. An import during a request blocks the event loop, and fails where the

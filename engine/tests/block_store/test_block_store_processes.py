@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from engine.tests.block_store.blocks import ALL, EXTENT_BYTES, FORMAT, chain, opened, wrong
 
 ROOT = Path(__file__).resolve().parents[3]
-KILLS = 200
 AT_ONCE = 5
 LONGEST_S = 0.05
 NOBODY_UID = 65_534
@@ -48,11 +48,12 @@ def forked_writer(folder: Path, name: str) -> tuple[int, int]:
     return process, reports
 
 
-def test_no_published_block_is_lost_and_none_is_torn_by_kills(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_no_published_block_is_lost_and_none_is_torn_by_kills(tmp_path: Path, kills: int) -> None:
     """Writers are killed at random points while others write; every reported block is then stored and intact."""
-    draw = random.Random(KILLS)
+    draw = random.Random(kills)
     stored: dict[str, int] = {}
-    for round_ in range(KILLS // AT_ONCE):
+    for round_ in range(kills // AT_ONCE):
         started = [forked_writer(tmp_path, f"{round_}-{each}") for each in range(AT_ONCE)]
         texts = [os.read(reports, 5).decode() for _, reports in started]
         for (process, reports), text in zip(started, texts, strict=True):
@@ -62,7 +63,7 @@ def test_no_published_block_is_lost_and_none_is_torn_by_kills(tmp_path: Path) ->
             with os.fdopen(reports) as rest:
                 stored |= published((text + rest.read()).removeprefix("open\n"))
     store = opened(tmp_path, 100_000)
-    assert len(stored) >= KILLS // 10
+    assert len(stored) >= kills // 10
     for name, length in stored.items():
         keys = chain(name, length)
         assert store.match(keys) == length

@@ -158,7 +158,7 @@ def test_a_restarted_switch_continues_the_session() -> None:
         before = dict(net.done)
 
 
-@pytest.mark.parametrize("loss", [0.0, 0.01, 0.05])
+@pytest.mark.parametrize("loss", [0.01, *(pytest.param(loss, marks=pytest.mark.slow) for loss in (0.0, 0.05))])
 def test_ten_thousand_aggregations(loss: float) -> None:
     """2,500 operations of four chunks on three workers, with repeated and reordered packets."""
     net = Net(5, 3, 4, loss, chunks=4)

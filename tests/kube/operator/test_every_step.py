@@ -139,7 +139,7 @@ async def leads(operator: OperatorDriver) -> bool:
     return operator.leads
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_third_write_fails(name: str, seed: int) -> None:
     """On average, in an order that no retry follows; the operator goes on by itself."""
@@ -222,7 +222,7 @@ def test_an_operator_ends_at_every_write(after: bool) -> None:
     scenario(run())
 
 
-@pytest.mark.parametrize("writes", [2, 9])
+@pytest.mark.parametrize("writes", [2, pytest.param(9, marks=pytest.mark.slow)])
 def test_a_killed_process_leaves_its_work_to_the_next_one(writes: int, tmp_path: Path) -> None:
     """`kvroute kube operator`, killed after a write; the next process has the same name in the Lease."""
 

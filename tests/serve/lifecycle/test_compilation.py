@@ -34,6 +34,7 @@ def compiles_itself(cache: Path, mode: str) -> bool:
     return ended.stdout == "True\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["", "alone"])
 def test_kernels_are_compiled_elsewhere(mode: str, tmp_path: Path) -> None:
     """The compiler is not loaded with an empty cache. If the other process fails, kernels are compiled all the same,

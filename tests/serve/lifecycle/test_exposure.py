@@ -99,6 +99,7 @@ def send_until_refused(port: int, statuses: list[int], faults: list[str]) -> Non
             client.close()
 
 
+@pytest.mark.slow
 def test_sigterm_under_load_loses_no_request_and_stderr_contains_the_warning(tmp_path: Path) -> None:
     """Every connected client gets its response; the process ends by itself and without an error."""
     file, ready = tmp_path / "cluster.yaml", tmp_path / "ready.json"

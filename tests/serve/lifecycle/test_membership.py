@@ -45,6 +45,7 @@ def replays(log: Path) -> bool:
     return all(decisions_equal(record.decisions, again) for record, again in replay(control, records))
 
 
+@pytest.mark.slow
 def test_engines_come_and_go_under_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Twenty joins and leaves: every request is answered once and whole, no leg fails although each engine stops as
     soon as it has left, and the log replays."""

@@ -8,6 +8,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
 from tests.serve.workers.test_workers import BODY, CLUSTER, Running, running, until
 from tests.waiting import PATIENCE_S
 
@@ -31,6 +32,7 @@ def status(gate: Running) -> int:
     return found.status
 
 
+@pytest.mark.slow
 def test_workers_keep_to_one_rate(tmp_path: Path) -> None:
     """Each worker counts what the other has charged: two workers do not serve two buckets."""
     with running(tmp_path, CLUSTER + RATES) as gate:

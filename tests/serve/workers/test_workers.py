@@ -149,6 +149,7 @@ def test_a_worker_that_dies_is_replaced_and_its_counts_stay(tmp_path: Path) -> N
         assert gateway.completed() >= 20
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
     """A stopped process ignores every signal but SIGKILL, and the kernel still gives it new connections."""
     with running(tmp_path) as gateway:
@@ -161,6 +162,7 @@ def test_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
         assert "worker_hangs" in gateway.messages.read_text()
 
 
+@pytest.mark.slow
 def test_a_gateway_ends_although_a_worker_hangs(tmp_path: Path) -> None:
     """Its second signal, as a second Ctrl-C, ends all workers at once."""
     with running(tmp_path) as gateway:
@@ -173,6 +175,7 @@ def test_a_gateway_ends_although_a_worker_hangs(tmp_path: Path) -> None:
         assert not Path(f"/proc/{stopped}").exists()
 
 
+@pytest.mark.slow
 def test_workers_keep_a_limit_together(tmp_path: Path) -> None:
     """Of twelve requests at once four are served and eight are rejected, whichever worker has them."""
     with running(tmp_path) as gateway, ThreadPoolExecutor(12) as clients:
@@ -183,6 +186,7 @@ def test_workers_keep_a_limit_together(tmp_path: Path) -> None:
         assert [each.result()[0] for each in long] == [200] * 4
 
 
+@pytest.mark.slow
 def test_all_workers_reload_and_drain(tmp_path: Path) -> None:
     """A file with an error changes none of them; at Ctrl-C requests in flight are finished."""
     with running(tmp_path) as gateway, ThreadPoolExecutor(1) as clients:
@@ -229,6 +233,7 @@ def with_tokens(gateway: Running, text: str, read: str, push: str) -> None:
     until(lambda: b'kvroute_oracle_congestion_ratio{tier="rack"} 0.3' in gateway.ask("/metrics", admin=True)[1])
 
 
+@pytest.mark.slow
 def test_changed_admin_tokens_hide_no_worker(tmp_path: Path) -> None:
     """After a reload with other tokens, and after one without any."""
     with running(tmp_path, TOKENS, token="old-read-0123456789") as gateway:
@@ -247,6 +252,7 @@ def self_signed(folder: Path, name: str) -> str:
     return (folder / f"{name}.pem").read_text()
 
 
+@pytest.mark.slow
 def test_renewed_certificates_are_used_by_all_workers_and_the_admin_port(tmp_path: Path) -> None:
     """New connections get them without a reload. A connection reaches any of the workers."""
     self_signed(tmp_path, "used")
@@ -273,6 +279,7 @@ def test_renewed_certificates_are_used_by_all_workers_and_the_admin_port(tmp_pat
         assert process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_parent_process(tmp_path: Path) -> None:
     """Also if it is killed."""
     with running(tmp_path) as gateway:
