@@ -69,6 +69,7 @@ def engines(thread: InThread) -> Iterator[dict[str, str]]:
     thread.run(cluster.__aexit__(None, None, None))
 
 
+@pytest.mark.slow
 def test_the_times_of_an_engine_are_found(engines: dict[str, str], kvroute: Kvroute, tmp_path: Path) -> None:
     """Prompts on one engine and decode steps on another one; the files give the same fit again."""
     found = document(

@@ -45,7 +45,7 @@ def pulled(front: Rig) -> int:
     return sum(each.transfers for counter in counters for each in (*counter.pulled.values(), *counter.early.values()))
 
 
-@PATHS
+@pytest.mark.parametrize("path", [RESPONSES, pytest.param(MESSAGES, marks=pytest.mark.slow)])
 def test_the_output_of_two_engines_is_that_of_one(path: str) -> None:
     """Whole or as a stream, whose events say the same; the second request finds its prompt cached."""
 

@@ -19,6 +19,8 @@ HERE = Path(__file__).resolve().parent
 COVERAGE = HERE / "apiserver" / "coverage.toml"
 README = HERE / "apiserver" / "README.md"
 NAMES = tuple(tomllib.loads(COVERAGE.read_text(encoding="utf-8")))
+LONG = ("08-watch",)
+"""Files with waits of seconds."""
 recorded = pytest.mark.skipif(
     not FOLDER.exists() and not os.environ.get("KVROUTE_REQUIRE_LIVE"), reason="the transcripts are not here"
 )
@@ -56,7 +58,9 @@ async def differences(name: str) -> dict[str, str]:
 
 
 @recorded
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in NAMES]
+)
 def test_recorded_requests_get_the_recorded_answers(name: str) -> None:
     """Every case matches, but those that coverage.toml lists; and those do not match, so that the list stays true."""
     found = asyncio.run(differences(name))

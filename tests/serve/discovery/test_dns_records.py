@@ -102,7 +102,7 @@ def test_ipv6_addresses_are_written_in_brackets() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("outage", ["silent", "refused", "gone"])
+@pytest.mark.parametrize("outage", [pytest.param("silent", marks=pytest.mark.slow), "refused", "gone"])
 def test_an_outage_keeps_the_engines(outage: str, caplog: pytest.LogCaptureFixture) -> None:
     """No answer, an error, and a name that no longer exists; logged once for each name."""
 

@@ -290,6 +290,7 @@ def test_a_wan_path_that_is_cut_during_an_early_transfer_is_blamed(stream: bool)
     uvloop.run(main())
 
 
+@pytest.mark.slow
 def test_a_client_that_disconnects_ends_both_legs() -> None:
     async def main() -> None:
         async with two_sites(EARLY) as gate:

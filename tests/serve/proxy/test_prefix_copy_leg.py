@@ -336,7 +336,9 @@ def _at_target(gate: Rig) -> bool:
     return any(gate.fleet.servers[name].engine.waiting for name in REMOTE_INSTANCES)
 
 
-@pytest.mark.parametrize("reached", [_at_source, _at_target], ids=["first leg", "in transfer"])
+@pytest.mark.parametrize(
+    "reached", [_at_source, pytest.param(_at_target, marks=pytest.mark.slow)], ids=["first leg", "in transfer"]
+)
 def test_a_client_that_disconnects_ends_the_copy(reached: Callable[[Rig], bool]) -> None:
     """Nothing stays booked, both while the prefix is requested and while it is transferred."""
 

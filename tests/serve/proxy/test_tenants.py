@@ -220,6 +220,7 @@ def test_a_request_that_would_be_late_is_refused_at_once(tmp_path: Path) -> None
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_deferred_request_is_placed_when_there_is_room_again() -> None:
     """Work that ends earlier than predicted makes room before the deadline; without room the request is refused when
     no instance can meet the deadline any more. The emulated engines end the prompts, which take 15 s, all the same."""
