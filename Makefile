@@ -11,6 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # More workers than cores, because tests wait a third of their time.
 export PYTEST_XDIST_AUTO_NUM_WORKERS ?= $(shell expr $$(nproc) + 1)
 DEV_STAMP := $(VENV)/.dev
+KERNELS_STAMP := $(VENV)/.kernels
 DOCS_STAMP := $(VENV)/.docs
 # Of each target of `make fuzz`; 0: the bounded number of runs that .ci/run takes.
 FUZZ_SECONDS ?= 300
@@ -45,6 +46,11 @@ $(DEV_STAMP): $(STAMP) requirements/dev.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/dev.txt
 	@touch $(DEV_STAMP)
 
+# Part of the setup, so that workers do not compile the same kernels at the same time. Later changes are compiled by tests.
+$(KERNELS_STAMP): $(DEV_STAMP)
+	$(BIN)/python -m tests.kernels
+	@touch $(KERNELS_STAMP)
+
 $(DOCS_STAMP): $(STAMP) requirements/docs.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/docs.txt
 	@touch $(DOCS_STAMP)
@@ -52,18 +58,18 @@ $(DOCS_STAMP): $(STAMP) requirements/docs.txt
 demo: $(STAMP)  ## a live gateway on 16 emulated engines under three policies, beside the simulator's prediction
 	$(BIN)/kvroute demo examples/fat-tree-64gpu.yaml --out demo-results
 
-test: $(DEV_STAMP)  ## the tests of every part, with few examples of Hypothesis; four minutes on two cores
-	$(BIN)/pytest -n auto -m "not slow and not live"
+test: $(KERNELS_STAMP)  ## the tests of every part, with few examples of Hypothesis; four minutes on two cores
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow and not live"
 
-test-slow: $(DEV_STAMP)  ## the tests with the mark `slow`
-	$(BIN)/pytest -n auto -m "slow and not live"
+test-slow: $(KERNELS_STAMP)  ## the tests with the mark `slow`
+	$(BIN)/pytest -n auto --dist worksteal -m "slow and not live"
 
 # Child processes are measured too; live tests are not part of it. Settings: [tool.coverage] in pyproject.toml.
-coverage: $(DEV_STAMP)  ## both with branch coverage of src/kvroute; fails below COVERAGE_MIN percent
-	HYPOTHESIS_PROFILE=full $(BIN)/pytest -n auto -m "not live" --cov --cov-report=term:skip-covered --cov-fail-under=$(COVERAGE_MIN)
+coverage: $(KERNELS_STAMP)  ## both with branch coverage of src/kvroute; fails below COVERAGE_MIN percent
+	HYPOTHESIS_PROFILE=full $(BIN)/pytest -n auto --dist worksteal -m "not live" --cov --cov-report=term:skip-covered --cov-fail-under=$(COVERAGE_MIN)
 
 # Garbage is collected after each test: what a test leaves open is found then, and not by chance.
-soak: $(DEV_STAMP)  ## both ten times with all examples, other ones each time, beside two busy loops
+soak: $(KERNELS_STAMP)  ## both ten times with all examples, other ones each time, beside two busy loops
 	env --unset=CI COLLECT_GARBAGE=1 HYPOTHESIS_PROFILE=full $(PYTHON) tests/soak.py --runs $(SOAK_RUNS) --loops 2 \
 		-- $(MAKE) --no-print-directory --keep-going test test-slow
 
