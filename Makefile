@@ -23,7 +23,7 @@ AGAIN := --last-failed --last-failed-no-failures none
 SOAK_RUNS := 10
 # The members of the workspace are installed from their folders and have no hash.
 NO_MEMBERS := --no-emit-package kvroute-engine --no-emit-package kvroute
-# Of src/kvroute, in percent of its lines and branches; `make coverage` fails below it.
+# Of the three packages, in percent of its lines and branches; `make coverage` fails below it.
 COVERAGE_MIN := 90
 
 .DEFAULT_GOAL := help
