@@ -28,7 +28,7 @@ def decide() -> None:
     """Compile what decides, what forwards streams, and the simulation of transfers."""
     cluster = parse(SMALL.read_text(encoding="utf-8"))
     for policy in DECODE_POLICIES:
-        ControlSpec(decode=policy).rehearse(cluster)
+        ControlSpec(decode=policy).warm_up(cluster)
     asyncio.run(_forward())
     command = [sys.executable, "-m", "kvroute.cli.app", "simulate", str(SMALL), "--requests", "20", "--seeds", "1"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

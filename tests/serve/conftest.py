@@ -9,7 +9,7 @@ import pytest
 
 from kvroute.control import ControlSpec
 from kvroute.serve.lifecycle import deployment
-from kvroute.serve.lifecycle.compilation import rehearse
+from kvroute.serve.lifecycle.compilation import warm_up
 from kvroute.topology import Cluster
 
 
@@ -21,9 +21,9 @@ def _rehearsed_once() -> Iterator[None]:
 
     def once(spec: ControlSpec, cluster: Cluster, text: str) -> None:
         if (name := msgspec.json.encode(spec)) not in done:
-            rehearse(spec, cluster, text)
+            warm_up(spec, cluster, text)
             done.add(name)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(deployment, "rehearse", once)
+        patched.setattr(deployment, "warm_up", once)
         yield
