@@ -76,7 +76,7 @@ _HOURS = Needs("minutes to hours of CPU")
 _PEER = OtherTest("live/test_peer_options.py::test_each_option_of_the_peer_has_a_row")
 _AGENTS = OtherTest("pages/test_rig_outputs.py::test_the_table_of_an_agent")
 _DOCTOR = OtherTest("doctor/test_doctor_cli.py::test_a_healthy_cluster_exits_with_0_and_fits_80_columns")
-_EXTENDING = "test_extending.py::"
+_EXTENDING = "pages/test_extending.py::"
 _ENVOY = OtherTest("live/test_envoy.py::test_whole_and_streamed_responses_and_long_bodies", "envoy")
 _PICKER = OtherTest("epp/test_epp_command.py::test_the_command_serves_emulated_engines_until_sigterm")
 _CHECK = OtherTest("pages/test_rig_outputs.py::test_the_check_of_a_kubernetes_cluster")
@@ -221,7 +221,7 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
     "docs/quickstart.md": {"kvroute simulate": Run(live=True), "curl": Run(live=True)},
     "docs/scale.md": {
         "kvroute serve cluster.yaml --workers": OtherTest(
-            "gateway/workers/test_workers.py::test_requests_go_to_all_workers_and_are_counted_once"
+            "serve/workers/test_workers.py::test_requests_go_to_all_workers_and_are_counted_once"
         ),
         "kvroute simulate": _SHORT,
         "curl": OtherTest("pages/test_rig_outputs.py::test_the_exchange_of_a_gateway"),
@@ -268,7 +268,7 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
     "docs/vllm.md": {
         "kvroute serve vllm-tp8.yaml": _GPU,
         "curl -s http://10.0.0.2:8000": OtherTest(
-            "gateway/telemetry/test_connector_counters.py::test_the_counters_of_each_connector_are_read", "nixl_"
+            "serve/telemetry/test_connector_counters.py::test_the_counters_of_each_connector_are_read", "nixl_"
         ),
     },
     "docs/workloads.md": {
@@ -312,7 +312,6 @@ PRINTED_BY: dict[tuple[str, str], str] = {
 
 _FORMULA = "a formula"
 _FILE_LINE = "a line of a cluster file"
-_LAYERS = "an order of packages, which tests/pages/test_structure_page.py compares"
 NOT_PRINTED: dict[tuple[str, str], str] = {
     ("README.md", "                      which instances?"): "a drawing",
     ("docs/agents.md", "no scheduler at"): "log lines at a failure: tests/cli/test_cli_agents.py",
@@ -328,8 +327,6 @@ NOT_PRINTED: dict[tuple[str, str], str] = {
     ("docs/policies.md", "lone_bytes_per_s"): _FORMULA,
     ("docs/policies.md", "gain *"): _FORMULA,
     ("docs/simulate.md", "my-cluster.yaml: not modelled"): "a remark: tests/cli/test_cli_simulate_gateway.py",
-    ("docs/structure.md", "gateway.py"): _LAYERS,
-    ("docs/structure.md", "cli > "): _LAYERS,
     ("docs/tenants.md", "rate("): "a query of Prometheus",
     ("docs/vllm.md", "{"): "a field of a request",
 }

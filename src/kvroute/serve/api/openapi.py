@@ -122,7 +122,8 @@ def _cancel() -> Schema:
 def _audio(name: str) -> Schema:
     """Return a path that takes forms; only the field `model` is read."""
     page = _post(name, "Passed", {"type": "object"})
-    form: Schema = {"description": "A form, whose field `model` is read."}
+    about = "A form, whose field `model` is read. Names of fields have no control characters, quotes and backslashes."
+    form: Schema = {"description": about}
     page["post"]["requestBody"] = {"content": {_FORM: {"schema": form}}}
     return _optional_body(page)
 
