@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable
 
 from kvroute.sim.arrivals import Arrivals
-from kvroute.sim.awaited_prefixes import AwaitedPrefixes
-from kvroute.sim.decode_steps import DecodeSteps
 from kvroute.sim.groups.iterations import Iterations
 from kvroute.sim.groups.lock_step import lock_step_groups
 from kvroute.sim.metrics import FINISHED, IN_FLIGHT, REJECTED
 from kvroute.sim.network.transfers import Kind
 from kvroute.sim.placement import PlacementTurns
-from kvroute.sim.prefills import Prefills
 from kvroute.sim.run_parts import RunParts
+from kvroute.sim.steps.awaited_prefixes import AwaitedPrefixes
+from kvroute.sim.steps.decode_steps import DecodeSteps
+from kvroute.sim.steps.prefills import Prefills
 from kvroute.sim.store import continued_blocks
 from kvroute.sim.telemetry import Telemetry
 from kvroute.sim.workload import TracedRequest

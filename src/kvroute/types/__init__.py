@@ -24,12 +24,8 @@ from kvroute.types.events import (
     InstanceDown,
     InstanceMeasured,
     InstanceUp,
-    KvCleared,
-    KvEvicted,
-    KvStored,
     LinksMeasured,
     MeasuredBy,
-    MemoryTier,
     PeerEvent,
     PeerLost,
     PeerReport,
@@ -69,6 +65,7 @@ from kvroute.types.instances import (
     TimingSpec,
     TransferStart,
 )
+from kvroute.types.kv_events import KvCleared, KvEvicted, KvStored, MemoryTier
 from kvroute.types.peers import AdmissionCounts, PeerBooking, UsageCounts
 from kvroute.types.protocols import TRAITS, KvProtocol, ProtocolTraits
 from kvroute.types.requests import Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 from kvroute.emulator.api import conversations
+from kvroute.emulator.api.connection import KvAddress, Notifier, fail
 from kvroute.emulator.api.conversations import ConversationWriter
 from kvroute.emulator.api.response import ResponseHeader, StreamWriter, choice, of_prompt, usage
 from kvroute.emulator.engine.engine import Engine
@@ -39,36 +40,6 @@ ID_PREFIX: dict[Kind, str] = {
 }
 _CONVERSATIONS: frozenset[Kind] = frozenset({"responses", "messages"})
 """Kinds with one answer and with formats of their own."""
-
-
-class ConnectionAborted(Exception):
-    """The connection must be closed without a response, because a fault was injected."""
-
-
-@dataclass(frozen=True, slots=True)
-class KvAddress:
-    """Address from which an instance's KV is fetched."""
-
-    host: str
-    kv_port: int
-    engine_id: str
-
-
-class Notifier:
-    """Notifies the coroutine that waits for changes in the sequences of one request."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def ring(self) -> None:
-        """Signal a change."""
-        self._event.set()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` returns True. It is checked after every change."""
-        while not condition():
-            self._event.clear()
-            await self._event.wait()
 
 
 async def complete(
@@ -107,16 +78,6 @@ def _check_length(ask: EngineRequest, engine: Engine) -> None:
         if not engine.fits(len(prompt.tokens), least):
             what = f"{len(prompt.tokens)} prompt and {least} output tokens exceed the KV memory"
             raise ApiError(f"This model's maximum context length is {engine.context_tokens} tokens; {what}")
-
-
-async def fail(fault: Fault) -> None:
-    """Fail as the fault specifies. A request that hangs does so until its client disconnects."""
-    if fault.status == "hang":
-        await asyncio.get_running_loop().create_future()
-    if fault.status == "reset":
-        raise ConnectionAborted
-    assert isinstance(fault.status, int)
-    raise EngineError("an injected failure", status=fault.status)
 
 
 def _kept(storage: StorageParams) -> KeptBlocksBody | None:

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from aiohttp import web
 
-from kvroute.emulator.api.completion import JSON, complete, fail
+from kvroute.emulator.api.completion import JSON, complete
+from kvroute.emulator.api.connection import fail
 from kvroute.emulator.api.pooling import (
     PoolingBody,
     RerankBody,

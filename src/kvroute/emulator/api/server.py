@@ -16,7 +16,7 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
-from kvroute.emulator.api.completion import ConnectionAborted, KvAddress
+from kvroute.emulator.api.connection import ConnectionAborted, KvAddress
 from kvroute.emulator.engine.engine import Engine
 from kvroute.emulator.engine.faults import Faults
 from kvroute.emulator.errors import ApiError

@@ -19,15 +19,16 @@ from kvroute.emulator.clock import Alarm, Clock
 from kvroute.emulator.engine.adapters import LoraSlots
 from kvroute.emulator.engine.batch import Batch
 from kvroute.emulator.engine.counters import EngineCounters
+from kvroute.emulator.engine.faults import SlowedPrefill
 from kvroute.emulator.engine.prefix_import import PrefixImport
-from kvroute.emulator.engine.sequence import EngineSequence, KvListener
+from kvroute.emulator.engine.sequence import EngineSequence, HeldKv, KvListener
 from kvroute.emulator.kv.storage_tier import StorageTier
 from kvroute.emulator.prompt import EmulatedPrompt
 from kvroute.llm import Model
 from kvroute.prefix import Evicted, PrefixIndex
 from kvroute.sim.chunked_prompts import ChunkedPrompts
 from kvroute.sim.instances import DecodeStep, KvMemory, PrefillInstance
-from kvroute.timing import PrefillTime, prefill_time, step_base_s
+from kvroute.timing import prefill_time, step_base_s
 from kvroute.types import Instance, TimingSpec
 
 OnKv: TypeAlias = Callable[[EmulatedPrompt | None, int, int, list[Evicted]], None]
@@ -40,25 +41,6 @@ def _named(adapters: list[str]) -> list[str]:
 
 def _nothing() -> None:
     """Do nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Slower:
-    """A prefill time multiplied by a factor."""
-
-    time: PrefillTime
-    factor: float
-
-    def seconds(self, tokens: int, cached_tokens: int = 0) -> float:
-        return self.factor * self.time.seconds(tokens, cached_tokens)
-
-
-@dataclass(slots=True, eq=False)
-class HeldKv:
-    """KV that is held until a decode leg fetches it."""
-
-    job: EngineSequence
-    expiry: Alarm | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -410,7 +392,7 @@ class Engine:
 
     def slow(self, factor: float) -> None:
         """Multiply the time of the next prefills, and of decode iterations from the current one on, by `factor`."""
-        self._prefill.time = self.batch.prompts.time = _Slower(prefill_time(self.spec.prefill), factor)
+        self._prefill.time = self.batch.prompts.time = SlowedPrefill(prefill_time(self.spec.prefill), factor)
         self.batch.prompts.base_s = factor * step_base_s(self.spec)
         self.batch.slow(factor)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import msgspec
+
+from kvroute.timing import PrefillTime
 
 Where: TypeAlias = Literal["prefill", "decode", "transfer", "recompute", "health", "any"]
 
@@ -57,3 +60,14 @@ class Faults:
             if fault.share and self._random.random() < fault.share:
                 return fault
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class SlowedPrefill:
+    """A prefill time multiplied by a factor."""
+
+    time: PrefillTime
+    factor: float
+
+    def seconds(self, tokens: int, cached_tokens: int = 0) -> float:
+        return self.factor * self.time.seconds(tokens, cached_tokens)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
+from kvroute.emulator.clock import Alarm
 from kvroute.emulator.prompt import EmulatedPrompt
 
 Stage: TypeAlias = Literal[
@@ -85,3 +86,11 @@ class KvListener(Protocol):
 
     def given_up(self, name: str) -> None:
         """Notify that the KV of a named sequence will not be complete."""
+
+
+@dataclass(slots=True, eq=False)
+class HeldKv:
+    """KV that is held until a decode leg fetches it."""
+
+    job: EngineSequence
+    expiry: Alarm | None = None

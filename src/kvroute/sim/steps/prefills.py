@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvroute.sim.decode_steps import DecodeSteps
 from kvroute.sim.groups.chunked_prefill import chunked_prefills
 from kvroute.sim.groups.iterations import Iterations
 from kvroute.sim.groups.lock_step import PrefillRanks, RankQueue
 from kvroute.sim.groups.pipelines import PipelinePrompt, PrefillPipeline, PrefillQueue
 from kvroute.sim.groups.streams import Streams
 from kvroute.sim.run_parts import RunParts
+from kvroute.sim.steps.decode_steps import DecodeSteps
 
 
 class Prefills:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvroute import llm
-from kvroute.sim.prefills import Prefills
 from kvroute.sim.run_parts import RunParts
+from kvroute.sim.steps.prefills import Prefills
 from kvroute.types import Prefill, ReadKv
 
 
