@@ -45,6 +45,16 @@ class StorageParams(msgspec.Struct, frozen=True):
     """Key of the last block."""
     parts: list[StoragePart]
 
+    @property
+    def kept(self) -> KeptBlocksBody | None:
+        """The part of staged blocks that the decode instance takes from the buffer of its node."""
+        first = self.first_block
+        for part in self.parts:
+            if part.keep:
+                return KeptBlocksBody(first, part.blocks, part.id)
+            first += part.blocks
+        return None
+
 
 class KvParams(msgspec.Struct, frozen=True):
     """`kv_transfer_params` of all legs: NIXL-like pull, Mooncake's `transfer_id`, kvroute's early pull. A prefill leg

@@ -67,27 +67,12 @@ async def complete(
             engine.leave(sequence)
 
 
-def _is_computed(sequence: EngineSequence) -> bool:
-    """Return whether the prompt of a sequence that was in stage `chunked` is complete."""
-    return sequence.stage != "chunked"
-
-
 def _check_length(ask: EngineRequest, engine: Engine) -> None:
     least = ask.sampling.limit or max(ask.sampling.min_tokens, 1)
     for prompt in ask.prompts:
         if not engine.fits(len(prompt.tokens), least):
             what = f"{len(prompt.tokens)} prompt and {least} output tokens exceed the KV memory"
             raise ApiError(f"This model's maximum context length is {engine.context_tokens} tokens; {what}")
-
-
-def _kept(storage: StorageParams) -> KeptBlocksBody | None:
-    """Return the part of staged blocks that the decode instance takes from the buffer of its node."""
-    first = storage.first_block
-    for part in storage.parts:
-        if part.keep:
-            return KeptBlocksBody(first, part.blocks, part.id)
-        first += part.blocks
-    return None
 
 
 @dataclass(slots=True)
@@ -213,7 +198,7 @@ class EmulatedCompletion:
             engine.recompute(sequence)
             await self.notifier.until(lambda: sequence.stage == "prefilled")
         elif staged:
-            self.kept = _kept(storage)
+            self.kept = storage.kept
 
     async def _pull_part(self, part: StoragePart) -> bool:
         """Fetch staged blocks from their node; return whether they have arrived. Those of the own node are here."""
@@ -306,7 +291,7 @@ class EmulatedCompletion:
             await self._reserved(sequence)
             self.engine.prefill_beside(sequence)
             self.cached_tokens += sequence.cached_tokens
-            await self.notifier.until(partial(_is_computed, sequence))
+            await self.notifier.until(partial(getattr, sequence, "computed"))
 
     async def _fetch_all(self) -> None:
         try:

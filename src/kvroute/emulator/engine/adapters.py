@@ -41,3 +41,8 @@ def adapter_lines(slots: LoraSlots, in_use: tuple[Sequence[str], Sequence[str]])
         "# TYPE kvroute:adapter_loads counter\n"
         f"kvroute:adapter_loads_total {float(slots.loads)!r}\n"
     ).encode()
+
+
+def distinct(adapters: list[str]) -> list[str]:
+    """Return each name once, in their order, without empty ones."""
+    return list(dict.fromkeys(filter(None, adapters)))

@@ -1,8 +1,8 @@
 """One engine's prompts, KV memory and batch, timed by the simulator's models. It uses no sockets and no event loop.
 
-A request is an `EngineSequence` that its owner moves from stage to stage: `prefill`, then either `hold` until a decode
-leg fetches the KV, or `reserve` and `transfer_done`. A decode instance that serves a request alone uses `reserve` and
-`prefill_beside`. `leave` is valid at any stage and releases everything.
+A request is an `EngineSequence` that its owner moves from stage to stage: `prefill`, then either `hold` until a
+decode leg fetches the KV, or `reserve` and `transfer_done`. A decode instance that serves a request alone uses
+`reserve` and `prefill_beside`. `leave` is valid at any stage and releases everything.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from itertools import count
 
 from kvroute.emulator.clock import Alarm, Clock
-from kvroute.emulator.engine.adapters import LoraSlots
+from kvroute.emulator.engine.adapters import LoraSlots, distinct
 from kvroute.emulator.engine.batch import Batch
 from kvroute.emulator.engine.counters import EngineCounters
 from kvroute.emulator.engine.faults import SlowedPrefill
 from kvroute.emulator.engine.prefix_import import PrefixImport
-from kvroute.emulator.engine.sequence import EngineSequence, HeldKv, KvListener
+from kvroute.emulator.engine.sequence import EngineSequence, HeldKv, KvListener, OnKv
 from kvroute.emulator.kv.storage_tier import StorageTier
 from kvroute.emulator.prompt import EmulatedPrompt
 from kvroute.llm import Model
@@ -30,17 +30,6 @@ from kvroute.sim.chunked_prompts import ChunkedPrompts
 from kvroute.sim.instances import DecodeStep, KvMemory, PrefillInstance
 from kvroute.timing import prefill_time, step_base_s
 from kvroute.types import Instance, TimingSpec
-
-OnKv: TypeAlias = Callable[[EmulatedPrompt | None, int, int, list[Evicted]], None]
-"""Called when the cache changes: (prompt, its blocks cached before, its blocks cached now, evicted blocks)."""
-
-
-def _named(adapters: list[str]) -> list[str]:
-    return list(dict.fromkeys(filter(None, adapters)))
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +58,7 @@ class Engine:
     _block_bytes: float = field(init=False)
     _prefill: PrefillInstance = field(init=False)
     _memory: KvMemory = field(init=False)
-    _numbers: int = 0
+    _numbers: count[int] = field(default_factory=lambda: count(1))
     _queue: deque[EngineSequence] = field(default_factory=deque)
     _computing: EngineSequence | None = None
     _alarm: Alarm | None = None
@@ -123,13 +112,13 @@ class Engine:
 
     def adapters_in_use(self) -> tuple[list[str], list[str]]:
         """Return the adapters of requests that are computed, and of those that wait for their prefill."""
-        running = [*self.batch.adapters, *([self._computing.prompt.adapter] if self._computing is not None else [])]
-        return _named(running), _named([job.prompt.adapter for job in self._queue])
+        computing = [] if self._computing is None else [self._computing.prompt.adapter]
+        waiting = [job.prompt.adapter for job in self._queue]
+        return distinct([*self.batch.adapters, *computing]), distinct(waiting)
 
     @property
     def chunks_prompts(self) -> bool:
-        """Whether prompts that are not for a transfer are computed in chunks beside the batch, as the simulator assumes
-        for decode instances. On the others the batch waits for prompts."""
+        """Whether prompts without a transfer are computed beside the batch; if not, the batch waits for them."""
         return self.instance.role == "decode"
 
     def fits(self, input_tokens: int, output_tokens: int) -> bool:
@@ -148,8 +137,7 @@ class Engine:
 
     def next_number(self) -> int:
         """Return a number that is unique in this engine."""
-        self._numbers += 1
-        return self._numbers
+        return next(self._numbers)
 
     def arrive(
         self,
@@ -157,7 +145,7 @@ class Engine:
         output_tokens: int,
         *,
         streaming: bool = False,
-        news: Callable[[], None] = _nothing,
+        news: Callable[[], None] = lambda: None,
     ) -> EngineSequence:
         """Create a sequence at stage `new`."""
         return EngineSequence(self.next_number(), prompt, output_tokens, self.clock.now(), streaming, news)

@@ -8,6 +8,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from kvroute.emulator.clock import Alarm
 from kvroute.emulator.prompt import EmulatedPrompt
+from kvroute.prefix import Evicted
 
 Stage: TypeAlias = Literal[
     "new",
@@ -29,6 +30,10 @@ Gone: cancelled."""
 
 def _nothing() -> None:
     """Do nothing."""
+
+
+OnKv: TypeAlias = Callable[[EmulatedPrompt | None, int, int, list[Evicted]], None]
+"""Called when the cache changes: (prompt, its blocks cached before, its blocks cached now, evicted blocks)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +78,11 @@ class EngineSequence:
         """Set the stage and call `on_change`."""
         self.stage = stage
         self.on_change()
+
+    @property
+    def computed(self) -> bool:
+        """Whether the prompt of a sequence that was in stage `chunked` is complete."""
+        return self.stage != "chunked"
 
 
 class KvListener(Protocol):
