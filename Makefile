@@ -27,7 +27,7 @@ NO_MEMBERS := --no-emit-package kvroute-engine --no-emit-package kvroute
 COVERAGE_MIN := 90
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow coverage soak fuzz lint types layers docs protos check vllm clients live gpu bench requirements manifests clean
+.PHONY: help demo test test-slow coverage soak fuzz lint types layers docs results protos check vllm clients live gpu bench requirements manifests clean
 
 help:  ## this list
 	@awk -F ':.*##[ ]*' '/^[a-z-]+:.*##/ { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -89,6 +89,11 @@ layers: $(DEV_STAMP)  ## import-linter: imports go downwards only
 docs: $(DOCS_STAMP)  ## the documentation as a site in build/site; warnings are errors
 	$(BIN)/python -m docs.generate build/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# NAME: one result, although its code is the same; without it, all whose code has changed, which takes hours.
+results: $(STAMP)  ## the studies' results whose code has changed, and the pages that quote them; NAME=... for one
+	$(BIN)/python -m kvroute_studies.results $(NAME)
+	$(BIN)/python -m docs.generate.results
 
 protos: $(DEV_STAMP)  ## Python code of agents/agents.proto and epp/envoy.proto, after a change of them
 	$(BIN)/python -m grpc_tools.protoc -I engine/src --python_out=engine/src --pyi_out=engine/src engine/src/kvroute_engine/agent/agents.proto

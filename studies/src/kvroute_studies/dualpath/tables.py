@@ -22,12 +22,12 @@ from kvroute_studies.shared.page import write_results
 
 Number = Callable[[Record], float | None]
 _PANELS = 6
-_UNCLEAR = 0.02
+UNCLEAR = 0.02
 """A change of the mean by this share or less counts as none."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Metric:
+class Metric:
     """What an experiment compares."""
 
     figure: str
@@ -44,12 +44,12 @@ class _Metric:
         return record.figures.get(self.figure)
 
 
-_TIME = _Metric("end_s", "JCT s", "job completion, s", "faster")
-_METRICS = {
-    "dualpath-online": _Metric(
+TIME = Metric("end_s", "JCT s", "job completion, s", "faster")
+METRICS = {
+    "dualpath-online": Metric(
         "capacity_per_s", "agents /s", "agents/s within SLOs", "higher", higher_wins=True, digits=3
     ),
-    "dualpath-balance": _Metric("storage_balance", "NIC max/mean", "NIC max/mean", "more even", digits=2),
+    "dualpath-balance": Metric("storage_balance", "NIC max/mean", "NIC max/mean", "more even", digits=2),
 }
 """By experiment; all others compare job completion times."""
 _COLUMNS: tuple[tuple[Heading, Number, int], ...] = (
@@ -79,7 +79,7 @@ def _ms(seconds: float | None) -> float | None:
 
 def dualpath_grid(experiment: Experiment, records: Sequence[Record]) -> Grid:
     """Return means over seeds with 95 % intervals; the last column is the gain over the first policy."""
-    metric = _METRICS.get(experiment.name, _TIME)
+    metric = METRICS.get(experiment.name, TIME)
     axes = axes_of(records)
     columns = [column for column in _COLUMNS if column[0].title != metric.title]
     headings = (
@@ -91,13 +91,13 @@ def dualpath_grid(experiment: Experiment, records: Sequence[Record]) -> Grid:
         *(heading for heading, _, _ in columns),
     )
     rows = []
-    for profile, point in _points(records):
-        some = _at(records, profile, point)
+    for profile, point in points(records):
+        some = records_at(records, profile, point)
         for policy in experiment.policies:
             runs = [record for record in some if record.cell.policy == policy]
             if runs:
                 labels = (GridEntry(profile), *(GridEntry(f"{value:g}") for value in point), GridEntry(policy))
-                gained = estimate_entry(_gain(metric, some, policy, experiment.policies[0]), 2)
+                gained = estimate_entry(gain(metric, some, policy, experiment.policies[0]), 2)
                 own = estimate_entry(estimate(map(metric.of, runs)), metric.digits)
                 others = (estimate_entry(estimate(map(value, runs)), digits) for _, value, digits in columns)
                 rows.append((*labels, own, gained, *others))
@@ -109,16 +109,17 @@ def _caption(records: Sequence[Record]) -> str:
     return f"Means of {seeds} seeds with 95 % intervals." if seeds > 1 else "One seed."
 
 
-def _points(records: Sequence[Record]) -> list[tuple[str, tuple[float, ...]]]:
+def points(records: Sequence[Record]) -> list[tuple[str, tuple[float, ...]]]:
     """Return the profiles and axis values in the order of the cells."""
     return list(dict.fromkeys((record.cell.profile, tuple(record.cell.settings.values())) for record in records))
 
 
-def _at(records: Sequence[Record], profile: str, point: tuple[float, ...]) -> list[Record]:
+def records_at(records: Sequence[Record], profile: str, point: tuple[float, ...]) -> list[Record]:
+    """Return the records of a profile with these axis values."""
     return [one for one in of_profile(records, profile) if tuple(one.cell.settings.values()) == point]
 
 
-def _gain(metric: _Metric, records: Sequence[Record], policy: str, base: str) -> Estimate | None:
+def gain(metric: Metric, records: Sequence[Record], policy: str, base: str) -> Estimate | None:
     """Return how many times better a policy is than another at one point, paired by seed; None without pairs."""
     values = {(record.cell.policy, record.cell.seed): metric.of(record) for record in records}
     ratios: list[float | None] = []
@@ -131,14 +132,14 @@ def _gain(metric: _Metric, records: Sequence[Record], policy: str, base: str) ->
 
 def dualpath_findings(experiment: Experiment, records: Sequence[Record]) -> list[ExpectationFinding]:
     """Return for every model whether each system is at least as good as the one before it."""
-    metric = _METRICS.get(experiment.name, _TIME)
+    metric = METRICS.get(experiment.name, TIME)
     found = []
     for profile in profiles_of(records):
         for before, after in pairwise(experiment.policies):
             gains = [
-                gain
-                for _, point in _points(of_profile(records, profile))
-                if (gain := _gain(metric, _at(records, profile, point), after, before)) is not None
+                found_gain
+                for _, point in points(of_profile(records, profile))
+                if (found_gain := gain(metric, records_at(records, profile, point), after, before)) is not None
             ]
             if gains:
                 found.append(ExpectationFinding(profile, f"{after} is {metric.better} than {before}", *_verdict(gains)))
@@ -147,8 +148,8 @@ def dualpath_findings(experiment: Experiment, records: Sequence[Record]) -> list
 
 def _verdict(gains: Sequence[Estimate]) -> tuple[Holds, str]:
     """Return whether all points show a gain, and their range."""
-    better = sum(gain.mean > 1 + _UNCLEAR for gain in gains)
-    worse = sum(gain.mean < 1 - _UNCLEAR for gain in gains)
+    better = sum(gain.mean > 1 + UNCLEAR for gain in gains)
+    worse = sum(gain.mean < 1 - UNCLEAR for gain in gains)
     holds: Holds = "holds" if better and not worse else "does not hold" if worse > better else "unclear"
     low, high = min(gain.mean for gain in gains), max(gain.mean for gain in gains)
     counts = f"Better by more than 2 % at {better} of {len(gains)} points, worse at {worse}"
@@ -158,7 +159,7 @@ def _verdict(gains: Sequence[Estimate]) -> tuple[Holds, str]:
 def dualpath_lines(experiment: Experiment, records: Sequence[Record]) -> Figure:
     """Draw the compared value over the last axis, with one panel for each model and each value of the other axes. The
     panels of a model share the scale; up to `_PANELS` are in one row."""
-    metric = _METRICS.get(experiment.name, _TIME)
+    metric = METRICS.get(experiment.name, TIME)
     axes = [axis for axis in axes_of(records) if len(values_of(records, axis)) > 1] or list(axes_of(records))[-1:]
     others = list(product(*(values_of(records, axis) for axis in axes[:-1])))
     profiles = profiles_of(records)
@@ -194,7 +195,7 @@ def _panel_title(profile: str, fixed: Mapping[str, float]) -> str:
     return plain(profile + ("\n" if len(fixed) > 1 else ", " if fixed else "") + values)
 
 
-def _draw(panel: Axes, experiment: Experiment, records: Sequence[Record], metric: _Metric, axis: str) -> None:
+def _draw(panel: Axes, experiment: Experiment, records: Sequence[Record], metric: Metric, axis: str) -> None:
     values = values_of(records, axis)
     for policy in experiment.policies:
         means = {

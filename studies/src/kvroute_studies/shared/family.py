@@ -97,7 +97,7 @@ def run_family(family: ExperimentFamily[Study], chosen: Sequence[Experiment], op
     """
     sweeps = family.prepare(chosen, options)
     make_folder(sweeps.folder, "--out")
-    results = _run_all(family, sweeps, family.begin(sweeps))
+    results = run_sweeps(family, sweeps, family.begin(sweeps))
     if options.cell is None:
         family.write_pages(results)
     if options.as_json:
@@ -109,7 +109,8 @@ def run_family(family: ExperimentFamily[Study], chosen: Sequence[Experiment], op
             remarks().print(sentence)
 
 
-def _run_all(family: ExperimentFamily[Study], sweeps: Sweeps, study: Study) -> Results[Study]:
+def run_sweeps(family: ExperimentFamily[Study], sweeps: Sweeps, study: Study) -> Results[Study]:
+    """Run the missing cells; the folder of the sweeps exists."""
     options, run_cell, config = sweeps.options, family.run_cell(study), family.config(study)
     records: dict[str, list[Record]] = {}
     computed: list[Computed] = []

@@ -84,20 +84,26 @@ def _here() -> dict[str, str]:
     return meanings(PACKAGES)
 
 
-def meanings(packages: Mapping[str, Path]) -> dict[str, str]:
-    """Return the digest of each module of `MODULES`, by its path from the parent of its package.
+def meanings(packages: Mapping[str, Path], entries: Sequence[str] = MODULES) -> dict[str, str]:
+    """Return the digest of each module of the folders and files, by its path from the parent of its package.
 
     Args:
         packages: the folder of each package.
+        entries: folders and files of the packages.
     """
     found = {}
-    for entry in MODULES:
+    for entry in entries:
         package = packages[entry.partition("/")[0]]
         place = package.parent / entry
         for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            text = meaning(path.read_text(encoding="utf-8"))
-            found[path.relative_to(package.parent).as_posix()] = xxhash.xxh64_hexdigest(text.encode())
+            found[path.relative_to(package.parent).as_posix()] = _meaning_digest(path.read_text(encoding="utf-8"))
     return found
+
+
+@lru_cache(maxsize=1024)
+def _meaning_digest(source: str) -> str:
+    """Return the digest of a module's text; most modules are behind several results."""
+    return xxhash.xxh64_hexdigest(meaning(source).encode())
 
 
 def digest(modules: Mapping[str, str], without: Sequence[str] = ()) -> str:
