@@ -93,7 +93,7 @@ class EmulatedCompletion:
     @classmethod
     def of(cls, ask: EngineRequest, engine: Engine, fault: Fault | None, request_id: str) -> EmulatedCompletion:
         """Create a completion. Its id is the client's plus a number, so that a retried request has a different id."""
-        heading_id = f"{ID_PREFIX[ask.kind]}-{request_id or engine.instance.name}-{engine.next_number()}"
+        heading_id = f"{ID_PREFIX[ask.kind]}-{request_id or engine.instance.name}-{next(engine.numbers)}"
         completion = cls(ask, engine, ResponseHeader(ask.kind, heading_id, int(time.time()), ask.model), fault)
         if ask.kind == "responses":
             room = engine.output_room(len(ask.prompts[0].tokens), engine.context_tokens)

@@ -221,7 +221,7 @@ def _pooled(
     async def handler(server: InstanceServer, request: web.BaseRequest) -> web.StreamResponse:
         body, engine = await _read(request, kind), server.engine
         model = served_model(getattr(body, "model", None), engine.model_names)
-        return _json(respond(body, model, engine.block_tokens, engine.next_number()))
+        return _json(respond(body, model, engine.block_tokens, next(engine.numbers)))
 
     return handler
 

@@ -58,7 +58,8 @@ class Engine:
     _block_bytes: float = field(init=False)
     _prefill: PrefillInstance = field(init=False)
     _memory: KvMemory = field(init=False)
-    _numbers: count[int] = field(default_factory=lambda: count(1))
+    numbers: count[int] = field(default_factory=lambda: count(1))
+    """Numbers that are unique in this engine."""
     _queue: deque[EngineSequence] = field(default_factory=deque)
     _computing: EngineSequence | None = None
     _alarm: Alarm | None = None
@@ -135,10 +136,6 @@ class Engine:
     def _blocks_for(self, tokens: int) -> int:
         return -int(-self.model.kv_bytes(tokens) // self._block_bytes)
 
-    def next_number(self) -> int:
-        """Return a number that is unique in this engine."""
-        return next(self._numbers)
-
     def arrive(
         self,
         prompt: EmulatedPrompt,
@@ -148,7 +145,7 @@ class Engine:
         news: Callable[[], None] = lambda: None,
     ) -> EngineSequence:
         """Create a sequence at stage `new`."""
-        return EngineSequence(self.next_number(), prompt, output_tokens, self.clock.now(), streaming, news)
+        return EngineSequence(next(self.numbers), prompt, output_tokens, self.clock.now(), streaming, news)
 
     def import_prefix(self, prompt: EmulatedPrompt, tokens: int) -> PrefixImport:
         """Reserve memory for the first whole blocks of a prompt, up to `tokens` tokens, which another instance has."""

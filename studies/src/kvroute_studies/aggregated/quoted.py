@@ -39,5 +39,5 @@ def _figures(records: Sequence[Record]) -> Mapping[str, str]:
     }
 
 
-QUOTED: Mapping[str, Quoted] = {"default-policy": Quoted("alone", 2, CODE, _tables, _figures)}
+QUOTED: Mapping[str, Quoted] = {"default-policy": Quoted("aggregated", 2, CODE, _tables, _figures)}
 """By name of the result."""
