@@ -26,7 +26,7 @@ def test_a_socket_that_is_left_open_fails_its_own_test(tmp_path: Path) -> None:
     """The socket is part of a cycle, so it stays open until garbage is collected."""
     (tmp_path / "test_leak.py").write_text(LEAVES_A_SOCKET)
     environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "COLLECT_GARBAGE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "conftest", "-p", "no:cacheprovider"]
     done = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout
     found = [line for line in done.stdout.splitlines() if line.startswith(("ERROR", "FAILED"))]

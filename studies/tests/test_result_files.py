@@ -100,7 +100,7 @@ def test_a_result_is_made_from_its_cells(tmp_path: Path) -> None:
     one = AGGREGATED["default-policy"]
     quoted = type(one)(one.experiment, 1, one.code, one.tables, one.figures, ("queue/realistic/load=0.25",))
     made = result_of(quoted, tmp_path, workers=1)
-    assert made.command == "kvroute experiment alone --profile 'queue/realistic/load=0.25' --seeds 1"
+    assert made.command == "kvroute experiment aggregated --profile 'queue/realistic/load=0.25' --seeds 1"
     assert [row[:2] for row in made.tables["verdicts"].rows] == [
         ["queue", policy] for policy in ("foresight-joint", "disaggregated", "aggregated", "bounded")
     ]

@@ -41,7 +41,7 @@ def pod_document(
     metadata |= {"deletionTimestamp": "2026-01-01T00:00:00Z"} if deleted else {}
     return {
         "apiVersion": "v1",
-        "kind": "KubePod",
+        "kind": "Pod",
         "metadata": metadata,
         "spec": {"nodeName": node, "containers": [engine]},
         "status": {
@@ -62,7 +62,7 @@ def pod(name: str = "prefill-0", **changes: Any) -> KubePod:
 def node_document(name: str = "node-1", labels: dict[str, str] | None = None) -> dict[str, Any]:
     """Return a node with labels."""
     metadata = {"name": name, "uid": f"uid-{name}", "resourceVersion": "1", "labels": labels or {}}
-    return {"apiVersion": "v1", "kind": "KubeNode", "metadata": metadata}
+    return {"apiVersion": "v1", "kind": "Node", "metadata": metadata}
 
 
 def node(name: str = "node-1", labels: dict[str, str] | None = None) -> KubeNode:

@@ -320,6 +320,10 @@ NOT_PRINTED: dict[tuple[str, str], str] = {
         "my-cluster.yaml:4: racks",
     ): "errors in a file that is not shown: tests/topology/test_topology_check.py",
     ("docs/cluster-file.md", "my-cluster.yaml:16: defaults"): "the same of tests/timing/test_plausibility.py",
+    (
+        "docs/cluster-file.md",
+        "my-cluster.yaml:21: gateway.parameters",
+    ): "tests/cli/test_renamed.py",
     ("docs/doctor.md", " engine"): "tests/pages/test_rig_outputs.py compares it",
     ("docs/policies.md", "transfer_s"): _FORMULA,
     ("docs/policies.md", "gateway: {"): _FILE_LINE,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvroute_engine.agent.reports import AgentName
-from kvroute_engine.command.options import EngineCommand, Option
+from kvroute_engine.command.options import CommandSpec, OptionSpec
 from kvroute_engine.command.output import check_writable, make_folder, tell
 from kvroute_engine.errors import InputError
 
@@ -115,7 +115,7 @@ async def _serve(agent: Agent, metrics: tuple[str, int] | None) -> None:
             page.close()
 
 
-AGENT = EngineCommand(
+AGENT = CommandSpec(
     name="agent",
     about="""Report counters of a server or switch to `kvroute scheduler`, and keep its table in a file for the ranks.
 
@@ -125,22 +125,22 @@ and runs until SIGTERM or SIGINT.""",
     example="kvroute agent --scheduler 10.0.0.1:7400 --node node0 --token-file token",
     run=_run,
     options=(
-        Option(name="scheduler", kind="text", required=True, metavar="HOST:PORT", help="Address of the scheduler."),
-        Option(name="node", kind="text", panel=_WHO, help="Node of the cluster file that this server is."),
-        Option(
+        OptionSpec(name="scheduler", kind="text", required=True, metavar="HOST:PORT", help="Address of the scheduler."),
+        OptionSpec(name="node", kind="text", panel=_WHO, help="Node of the cluster file that this server is."),
+        OptionSpec(
             name="switch",
             kind="text",
             panel=_WHO,
             help="Rack, pod or datacenter whose switch this is; needs --status-file.",
         ),
-        Option(
+        OptionSpec(
             name="folder",
             kind="path",
             default=Path("/run/kvroute"),
             panel=_PLACE,
             help="Folder for the table and for the files of the ranks; a switch needs none.",
         ),
-        Option(
+        OptionSpec(
             name="nic",
             kind="text",
             many=True,
@@ -149,7 +149,7 @@ and runs until SIGTERM or SIGINT.""",
             help="Interface or RDMA device of a port: number of the NIC in the cluster file, of a switch number of the "
             "uplink. Repeat for each; default: all interfaces with hardware, by name.",
         ),
-        Option(
+        OptionSpec(
             name="dcgm",
             kind="text",
             default="",
@@ -157,30 +157,32 @@ and runs until SIGTERM or SIGINT.""",
             panel=_COUNTERS,
             help="Page of dcgm-exporter, for NVLink.",
         ),
-        Option(
+        OptionSpec(
             name="status_file",
             kind="path",
             panel=_COUNTERS,
             help="--status-file of `kvroute switch` on this machine.",
         ),
-        Option(name="sysfs", kind="path", default=Path("/sys"), panel=_COUNTERS, help="Folder where sysfs is mounted."),
-        Option(name="token_file", kind="path", panel=_PROTECTION, help="File with the scheduler's token."),
-        Option(name="tls", kind="flag", panel=_PROTECTION, help="Use TLS with the system's authorities."),
-        Option(
+        OptionSpec(
+            name="sysfs", kind="path", default=Path("/sys"), panel=_COUNTERS, help="Folder where sysfs is mounted."
+        ),
+        OptionSpec(name="token_file", kind="path", panel=_PROTECTION, help="File with the scheduler's token."),
+        OptionSpec(name="tls", kind="flag", panel=_PROTECTION, help="Use TLS with the system's authorities."),
+        OptionSpec(
             name="ca",
             kind="path",
             panel=_PROTECTION,
             help="Authorities that sign the scheduler's certificate (PEM); uses TLS.",
         ),
-        Option(name="cert", kind="path", panel=_PROTECTION, help="Own certificate (PEM), for --client-ca."),
-        Option(name="key", kind="path", panel=_PROTECTION, help="Key of the certificate."),
-        Option(
+        OptionSpec(name="cert", kind="path", panel=_PROTECTION, help="Own certificate (PEM), for --client-ca."),
+        OptionSpec(name="key", kind="path", panel=_PROTECTION, help="Key of the certificate."),
+        OptionSpec(
             name="metrics_port",
             kind="whole number",
             most=65535,
             panel=_PLACE,
             help="HTTP port for Prometheus; 0: any.",
         ),
-        Option(name="metrics_host", kind="text", default="127.0.0.1", panel=_PLACE, help="Address of that port."),
+        OptionSpec(name="metrics_host", kind="text", default="127.0.0.1", panel=_PLACE, help="Address of that port."),
     ),
 )

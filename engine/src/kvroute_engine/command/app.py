@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvroute_engine import __version__
 from kvroute_engine.command.agent import AGENT
 from kvroute_engine.command.buffer import BUFFER
-from kvroute_engine.command.options import EngineCommand, parser_of
+from kvroute_engine.command.options import CommandSpec, parser_of
 from kvroute_engine.command.output import tell
 from kvroute_engine.command.run_worker import ABOUT, run_worker
 from kvroute_engine.command.switch import SWITCH
@@ -20,7 +20,7 @@ COMMANDS = (
     AGENT,
     BUFFER,
     SWITCH,
-    EngineCommand("run-worker", ABOUT, (), lambda: None, f"{NAME} run-worker -- vllm serve my-model"),
+    CommandSpec("run-worker", ABOUT, (), lambda: None, f"{NAME} run-worker -- vllm serve my-model"),
 )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvroute_engine.command.options import EngineCommand, Option
+from kvroute_engine.command.options import CommandSpec, OptionSpec
 from kvroute_engine.command.output import check_writable, tell, write_whole
 from kvroute_engine.errors import InputError
 from kvroute_engine.origins import is_loopback
@@ -105,7 +105,7 @@ async def _serve(settings: BufferSpec, ready_file: Path | None) -> None:
         await server.close()
 
 
-BUFFER = EngineCommand(
+BUFFER = CommandSpec(
     name="buffer",
     about="""Read KV blocks from a store into this node's memory for the engines, and write the engines' blocks to it.
 
@@ -114,13 +114,13 @@ Prints one JSON line when it is ready, {"url": `endpoint.buffer` in the cluster 
     example="kvroute buffer /var/lib/kvroute/blocks --quota 64GB",
     run=_run,
     options=(
-        Option(
+        OptionSpec(
             name="store",
             kind="text",
             positional=True,
             help="A folder, redis://host:6379/0, or s3://bucket/prefix?endpoint=URL. All nodes use the same store.",
         ),
-        Option(
+        OptionSpec(
             name="quota",
             kind="size",
             least=1,
@@ -129,13 +129,13 @@ Prints one JSON line when it is ready, {"url": `endpoint.buffer` in the cluster 
             panel=_STORE,
             help="Host memory for blocks.",
         ),
-        Option(
+        OptionSpec(
             name="lock_memory",
             kind="flag",
             panel=_STORE,
             help="Never swap this memory out; needs `ulimit -l` above it.",
         ),
-        Option(
+        OptionSpec(
             name="capacity",
             kind="size",
             least=1,
@@ -144,7 +144,7 @@ Prints one JSON line when it is ready, {"url": `endpoint.buffer` in the cluster 
             panel=_STORE,
             help="Capacity of a folder; the least recently used blocks are removed. Redis and S3 have their own.",
         ),
-        Option(
+        OptionSpec(
             name="verify",
             kind="flag",
             default=True,
@@ -152,8 +152,10 @@ Prints one JSON line when it is ready, {"url": `endpoint.buffer` in the cluster 
             panel=_STORE,
             help="Compare checksums of what is read.",
         ),
-        Option(name="fsync", kind="flag", panel=_STORE, help="Write through to the disk before a block is published."),
-        Option(
+        OptionSpec(
+            name="fsync", kind="flag", panel=_STORE, help="Write through to the disk before a block is published."
+        ),
+        OptionSpec(
             name="hold",
             kind="duration",
             least=0.001,
@@ -162,8 +164,8 @@ Prints one JSON line when it is ready, {"url": `endpoint.buffer` in the cluster 
             panel=_STORE,
             help="Time after which unfetched blocks are freed.",
         ),
-        Option(name="host", kind="text", default="127.0.0.1", panel=_PLACE, help="Address to listen on."),
-        Option(
+        OptionSpec(name="host", kind="text", default="127.0.0.1", panel=_PLACE, help="Address to listen on."),
+        OptionSpec(
             name="port",
             kind="whole number",
             most=65535,
@@ -171,7 +173,7 @@ Prints one JSON line when it is ready, {"url": `endpoint.buffer` in the cluster 
             panel=_PLACE,
             help="HTTP port for routers; 0: any.",
         ),
-        Option(
+        OptionSpec(
             name="data_port",
             kind="whole number",
             most=65535,
@@ -179,28 +181,28 @@ Prints one JSON line when it is ready, {"url": `endpoint.buffer` in the cluster 
             panel=_PLACE,
             help="Port for engines; 0: any.",
         ),
-        Option(
+        OptionSpec(
             name="advertised_host",
             kind="text",
             default="",
             panel=_PLACE,
             help="Address that engines and routers use, if it is another one.",
         ),
-        Option(
+        OptionSpec(
             name="token_env",
             kind="text",
             default="",
             panel=_PROTECTION,
             help="Environment variable with the token that engines must prove (their option `token_env`).",
         ),
-        Option(
+        OptionSpec(
             name="dscp",
             kind="text",
             many=True,
             panel=_PROTECTION,
             help="DSCP code point of packets to engines, by traffic class, such as storage=12; repeat for several.",
         ),
-        Option(
+        OptionSpec(
             name="ready_file",
             kind="path",
             panel=_PLACE,

@@ -15,7 +15,7 @@ Kind: TypeAlias = Literal["text", "whole number", "size", "duration", "flag", "p
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class OptionSpec:
     """An option or argument; its value is the keyword `name` of the command's function."""
 
     name: str
@@ -63,13 +63,13 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineCommand:
+class CommandSpec:
     """A command as data."""
 
     name: str
     about: str
     """The help page's text; its first paragraph is the summary."""
-    options: tuple[Option, ...]
+    options: tuple[OptionSpec, ...]
     run: Callable[..., None]
     """Takes the options as keywords; raises InputError for wrong input."""
     example: str = ""
@@ -118,7 +118,7 @@ class Parser(argparse.ArgumentParser):
         raise InputError(message, hint=f"`{self.prog} --help` has all options")
 
 
-def parser_of(prog: str, commands: Sequence[EngineCommand], version: str) -> Parser:
+def parser_of(prog: str, commands: Sequence[CommandSpec], version: str) -> Parser:
     """Return a parser whose namespace has the command as `command`, and a keyword for each of its options."""
     parser = Parser(prog=prog, description="What kvroute runs beside an inference engine.")
     parser.add_argument("--version", action="version", version=f"{prog} {version}")
@@ -140,7 +140,7 @@ def parser_of(prog: str, commands: Sequence[EngineCommand], version: str) -> Par
     return parser
 
 
-def _add(part: Any, option: Option) -> None:
+def _add(part: Any, option: OptionSpec) -> None:
     about = option.help + (f" Default: {option.shown or option.default}." if _shows(option) else "")
     about = about.replace("%", "%%")
     if option.positional:
@@ -160,7 +160,7 @@ def _add(part: Any, option: Option) -> None:
         )
 
 
-def _typed(option: Option) -> Callable[[str], Any]:
+def _typed(option: OptionSpec) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
             return option.parse(text)
@@ -170,5 +170,5 @@ def _typed(option: Option) -> Callable[[str], Any]:
     return parse
 
 
-def _shows(option: Option) -> bool:
+def _shows(option: OptionSpec) -> bool:
     return bool(option.shown) or not (option.default in (None, "", False) or option.kind == "flag")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvroute_engine.command.options import EngineCommand, Option
+from kvroute_engine.command.options import CommandSpec, OptionSpec
 from kvroute_engine.command.output import check_writable, tell
 from kvroute_engine.errors import InputError
 
@@ -69,7 +69,7 @@ def _offload(server: UdpSwitch, interfaces: list[str]) -> None:
         tell([f"warning: {error}; the switch sums the packets in Python"])
 
 
-SWITCH = EngineCommand(
+SWITCH = CommandSpec(
     name="switch",
     about="""Sum the tensors of tensor-parallel groups in software (in-network aggregation, SwitchML's protocol).
 
@@ -80,9 +80,9 @@ itself.""",
     example="kvroute switch --host 10.0.0.1 --slots 4096",
     run=_run,
     options=(
-        Option(name="host", kind="text", default="127.0.0.1", help="Address to listen on."),
-        Option(name="port", kind="whole number", most=65535, default=7300, help="UDP port; 0: any."),
-        Option(
+        OptionSpec(name="host", kind="text", default="127.0.0.1", help="Address to listen on."),
+        OptionSpec(name="port", kind="whole number", most=65535, default=7300, help="UDP port; 0: any."),
+        OptionSpec(
             name="slots",
             kind="whole number",
             least=1,
@@ -90,13 +90,13 @@ itself.""",
             default=1024,
             help="Packets that are summed at the same time, for all groups together.",
         ),
-        Option(
+        OptionSpec(
             name="interface",
             kind="text",
             many=True,
             help="Interface where workers are; the kernel sums their packets (XDP). Repeat for each.",
         ),
-        Option(
+        OptionSpec(
             name="status_file",
             kind="path",
             help="Write slots and counters to this file as JSON once a second, for `kvroute agent --switch`.",

@@ -12,14 +12,14 @@ import typer
 from kvroute.cli.quantities import DURATION, SIZE
 from kvroute_engine.command.agent import AGENT
 from kvroute_engine.command.buffer import BUFFER
-from kvroute_engine.command.options import EngineCommand, Option
+from kvroute_engine.command.options import CommandSpec, OptionSpec
 from kvroute_engine.command.switch import SWITCH
 
 _TYPES = {"text": str, "whole number": int, "size": int, "duration": float, "flag": bool, "path": Path}
 _METAVARS = {"size": SIZE, "duration": DURATION}
 
 
-def declared(command: EngineCommand) -> Callable[..., None]:
+def declared(command: CommandSpec) -> Callable[..., None]:
     """Return the function of which Typer makes the command."""
 
     def run(**values: Any) -> None:
@@ -33,7 +33,7 @@ def declared(command: EngineCommand) -> Callable[..., None]:
     return run
 
 
-def _parameter(option: Option) -> Parameter:
+def _parameter(option: OptionSpec) -> Parameter:
     kind: Any = _TYPES[option.kind]
     if option.many:
         kind = list[kind]
@@ -59,7 +59,7 @@ def _parameter(option: Option) -> Parameter:
     return Parameter(option.name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
-def _parser(option: Option) -> Callable[[Any], Any]:
+def _parser(option: OptionSpec) -> Callable[[Any], Any]:
     def parse(text: Any) -> Any:
         if not isinstance(text, str):
             return text

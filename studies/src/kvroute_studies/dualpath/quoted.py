@@ -9,7 +9,7 @@ from kvroute.planner.comparison.cells import Record
 from kvroute.policies.storage.dualpath import ABLATION
 from kvroute.report.series import of_profile, profiles_of, values_of
 from kvroute_studies.dualpath.run import BASIC, DUAL_PATH
-from kvroute_studies.dualpath.tables import METRICS, TIME, UNCLEAR, Metric, gain, points, records_at
+from kvroute_studies.dualpath.tables import METRICS, TIME, UNCLEAR, ComparedMetric, gain, points, records_at
 from kvroute_studies.shared.result_files import Quoted, ResultTable
 
 CODE = (
@@ -44,7 +44,7 @@ def _mean(records: Sequence[Record], policy: str, figure: str) -> float:
     return sum(values) / len(values)
 
 
-def _gains(records: Sequence[Record], policy: str, base: str, metric: Metric = TIME) -> list[float]:
+def _gains(records: Sequence[Record], policy: str, base: str, metric: ComparedMetric = TIME) -> list[float]:
     """Return how many times better a policy is at each point, in the order of the points; means of seeds."""
     found = (gain(metric, records_at(records, *point), policy, base) for point in points(records))
     return [each.mean for each in found if each is not None]

@@ -27,7 +27,7 @@ UNCLEAR = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class ComparedMetric:
     """What an experiment compares."""
 
     figure: str
@@ -44,12 +44,12 @@ class Metric:
         return record.figures.get(self.figure)
 
 
-TIME = Metric("end_s", "JCT s", "job completion, s", "faster")
+TIME = ComparedMetric("end_s", "JCT s", "job completion, s", "faster")
 METRICS = {
-    "dualpath-online": Metric(
+    "dualpath-online": ComparedMetric(
         "capacity_per_s", "agents /s", "agents/s within SLOs", "higher", higher_wins=True, digits=3
     ),
-    "dualpath-balance": Metric("storage_balance", "NIC max/mean", "NIC max/mean", "more even", digits=2),
+    "dualpath-balance": ComparedMetric("storage_balance", "NIC max/mean", "NIC max/mean", "more even", digits=2),
 }
 """By experiment; all others compare job completion times."""
 _COLUMNS: tuple[tuple[Heading, Number, int], ...] = (
@@ -119,7 +119,7 @@ def records_at(records: Sequence[Record], profile: str, point: tuple[float, ...]
     return [one for one in of_profile(records, profile) if tuple(one.cell.settings.values()) == point]
 
 
-def gain(metric: Metric, records: Sequence[Record], policy: str, base: str) -> Estimate | None:
+def gain(metric: ComparedMetric, records: Sequence[Record], policy: str, base: str) -> Estimate | None:
     """Return how many times better a policy is than another at one point, paired by seed; None without pairs."""
     values = {(record.cell.policy, record.cell.seed): metric.of(record) for record in records}
     ratios: list[float | None] = []
@@ -195,7 +195,7 @@ def _panel_title(profile: str, fixed: Mapping[str, float]) -> str:
     return plain(profile + ("\n" if len(fixed) > 1 else ", " if fixed else "") + values)
 
 
-def _draw(panel: Axes, experiment: Experiment, records: Sequence[Record], metric: Metric, axis: str) -> None:
+def _draw(panel: Axes, experiment: Experiment, records: Sequence[Record], metric: ComparedMetric, axis: str) -> None:
     values = values_of(records, axis)
     for policy in experiment.policies:
         means = {

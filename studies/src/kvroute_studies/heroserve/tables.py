@@ -21,7 +21,7 @@ _CHOSEN = "chosen"
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class GainMetric:
     """What is compared between HeroServe and the baselines."""
 
     figure: str
@@ -38,7 +38,7 @@ class View:
 
     rows: tuple[str, ...]
     """Axes (`profile` among them) that a table of ranges has as rows; ranges are over all others."""
-    metrics: tuple[Metric, ...]
+    metrics: tuple[GainMetric, ...]
     columns: tuple[tuple[str, str, int], ...]
     """Figure, title and digits of the columns of the table of all cells."""
 
@@ -46,7 +46,7 @@ class View:
 VIEWS = {
     "heroserve-scalability": View(
         ("span", "wire"),
-        (Metric("rate_per_gpu", "rate per GPU", higher_wins=True),),
+        (GainMetric("rate_per_gpu", "rate per GPU", higher_wins=True),),
         (
             ("rate_per_gpu", "req/s per GPU", 4),
             ("decode_all_reduce_share", "all-reduces of decode", 2),
@@ -69,8 +69,8 @@ VIEWS = {
     "heroserve-latency": View(
         ("span", "wire"),
         (
-            Metric("ttft_mean_s", "mean TTFT", under_load=True),
-            Metric("tpot_mean_ms", "mean TPOT", under_load=True),
+            GainMetric("ttft_mean_s", "mean TTFT", under_load=True),
+            GainMetric("tpot_mean_ms", "mean TPOT", under_load=True),
         ),
         (
             ("ttft_mean_s", "TTFT s", 3),
@@ -82,7 +82,7 @@ VIEWS = {
     ),
     "heroserve-ina-throughput": View(
         ("profile", "gpus", "span"),
-        (Metric("time_us", "time"),),
+        (GainMetric("time_us", "time"),),
         (("time_us", "us", 1), ("gb_per_s", "GB/s per GPU", 2), ("aggregated_share", "aggregated", 0)),
     ),
     "heroserve-ina-loss": View(
@@ -148,7 +148,7 @@ def at(records: Sequence[Record], profile: str, point: tuple[float, ...], policy
     ]
 
 
-def gains(records: Sequence[Record], metric: Metric, baseline: str) -> dict[tuple[str, tuple[float, ...]], float]:
+def gains(records: Sequence[Record], metric: GainMetric, baseline: str) -> dict[tuple[str, tuple[float, ...]], float]:
     """Return by point how many times better HeroServe is than a baseline, on the mean over common seeds; points without
     both are left out, and those at which one of both is overloaded if the metric says so."""
     skipped = overloaded(records, baseline) | overloaded(records, HERO) if metric.under_load else set()
@@ -185,7 +185,7 @@ def range_grids(experiment: Experiment, records: Sequence[Record]) -> list[Grid]
     return [_range_grid(experiment, records, metric, view.rows) for metric in view.metrics]
 
 
-def _range_grid(experiment: Experiment, records: Sequence[Record], metric: Metric, rows: tuple[str, ...]) -> Grid:
+def _range_grid(experiment: Experiment, records: Sequence[Record], metric: GainMetric, rows: tuple[str, ...]) -> Grid:
     baselines = [name for name in BASELINES if name != HERO]
     axes = ("profile", *experiment.axes)
     found: dict[tuple[str, ...], dict[str, list[float]]] = {}
@@ -237,7 +237,7 @@ def heroserve_findings(experiment: Experiment, records: Sequence[Record]) -> lis
 
 
 def _finding(
-    experiment: Experiment, metric: Metric, baseline: str, ratios: dict[tuple[str, tuple[float, ...]], float]
+    experiment: Experiment, metric: GainMetric, baseline: str, ratios: dict[tuple[str, tuple[float, ...]], float]
 ) -> ExpectationFinding:
     better = sum(gain > 1 + SAME for gain in ratios.values())
     worse = sum(gain < 1 - SAME for gain in ratios.values())
