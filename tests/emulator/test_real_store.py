@@ -22,7 +22,7 @@ from kvroute.emulator.kv.storage import StorageNode
 from kvroute.emulator.kv.storage_tier import StorageTier
 from kvroute.emulator.prompt import EmulatedPrompt
 from kvroute.types import InputError
-from kvroute_engine.block_store.keys import block_keys
+from kvroute_engine.block_keys import block_keys
 from kvroute_engine.block_store.location import StoreLocation
 
 MODEL, BLOCK, BLOCK_BYTES, SCALE = "a/model", 16, 1e7, 1e-3

@@ -23,7 +23,7 @@ from kvroute.emulator.kv.storage import (
 )
 from kvroute.emulator.kv.storage_tier import StorageTier
 from kvroute.emulator.prompt import EmulatedPrompt
-from kvroute_engine.block_store.keys import block_keys
+from kvroute_engine.block_keys import block_keys
 
 MODEL, BLOCK_BYTES, RATE = "m", 10.0, 100.0
 KEYS = [bytes([number]) for number in range(100)]

@@ -23,7 +23,7 @@ from bench.wan.network import Unavailable
 from tests.live.services import missing, required
 from tests.waiting import until
 
-from kvroute_engine.block_store.keys import block_keys
+from kvroute_engine.block_keys import block_keys
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 CONTEXT_TOKENS, APPENDED_TOKENS, OUTPUT_TOKENS = 6400, 160, 16

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute_engine.block_store.keys import KEY_BYTES, block_keys
+from kvroute_engine.block_keys import KEY_BYTES, block_keys
 
 TOKENS = st.lists(st.integers(0, 3), max_size=24)
 

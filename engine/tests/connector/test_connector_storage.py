@@ -21,8 +21,8 @@ import uvloop
 from engine.tests.connector.loopback import WAIT_S, Cache, FencedRegion
 from tests.waiting import until
 
+from kvroute_engine.block_keys import NO_PARENT, block_keys
 from kvroute_engine.block_store.interface import StoreError
-from kvroute_engine.block_store.keys import NO_PARENT, block_keys
 from kvroute_engine.block_store.location import StoreLocation
 from kvroute_engine.buffer import BufferServer, BufferSpec
 from kvroute_engine.buffer.arena import Arena

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute_engine.block_store.keys import NO_PARENT, block_keys
+from kvroute_engine.block_keys import NO_PARENT, block_keys
 from kvroute_engine.connector.storage.loads import KeptBlocks, StagedLoad
 from kvroute_engine.connector.storage.plan import StoragePlan, StorePrompt
 from kvroute_engine.connector.storage.write_back import BlockWrite

@@ -26,7 +26,7 @@ from kvroute.llm import model
 from kvroute.prefix import block_hashes
 from kvroute.topology import parse
 from kvroute.types import ReadFinished, ReadKv, Request
-from kvroute_engine.block_store.keys import block_keys
+from kvroute_engine.block_keys import block_keys
 
 BLOCK = 16
 TEXT = """

@@ -13,11 +13,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvroute_engine.block_keys import NO_PARENT
 from kvroute_engine.block_store.eviction import ExtentFolder, make_private, open_regular, private_mode
 from kvroute_engine.block_store.extent import ExtentCodec
 from kvroute_engine.block_store.format import BlockFormat
 from kvroute_engine.block_store.interface import StoreError
-from kvroute_engine.block_store.keys import NO_PARENT
 
 PIECE_BYTES = 1024 * 1024
 """Bytes that are read and then checked at once."""

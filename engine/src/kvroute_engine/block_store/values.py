@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvroute_engine.block_keys import NO_PARENT
 from kvroute_engine.block_store.extent import ExtentCodec
 from kvroute_engine.block_store.format import BlockFormat
-from kvroute_engine.block_store.keys import NO_PARENT
 
 FORMAT_NAME = "format"
 

@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import TypeVar
 
 from kvroute.emulator.kv.storage import EmulatedBufferRead
+from kvroute_engine.block_keys import NO_PARENT
 from kvroute_engine.block_store import BlockFormat, BlockStore, StoreError
-from kvroute_engine.block_store.keys import NO_PARENT
 from kvroute_engine.block_store.location import StoreLocation
 
 log = logging.getLogger(__name__)

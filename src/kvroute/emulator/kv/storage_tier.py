@@ -12,7 +12,7 @@ from kvroute.emulator.kv.storage import StorageNode
 from kvroute.emulator.prompt import EmulatedPrompt, text_tokens
 from kvroute.prefix import block_hashes, salt_seed
 from kvroute.types import IntArray
-from kvroute_engine.block_store.keys import block_keys
+from kvroute_engine.block_keys import block_keys
 
 
 @dataclass(slots=True, eq=False)

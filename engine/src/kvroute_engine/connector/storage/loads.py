@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvroute_engine.block_store.keys import block_keys
+from kvroute_engine.block_keys import block_keys
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvroute_engine.block_store.keys import NO_PARENT, block_keys, root_key
+from kvroute_engine.block_keys import NO_PARENT, block_keys, root_key
 
 _UNCONFIRMED_MAX = 1 << 14
 """Largest number of blocks whose writing has not been confirmed. Older ones are not reported."""

@@ -14,7 +14,7 @@ from msgspec import Raw
 
 from kvroute.http.client.pool import request_bytes
 from kvroute.types import Side
-from kvroute_engine.block_store.keys import block_keys
+from kvroute_engine.block_keys import block_keys
 
 if TYPE_CHECKING:
     from kvroute.http.client.call import Call, Failure
