@@ -83,7 +83,7 @@ class Generation:
 
 def _install_plug_in(folder: Path) -> None:
     """Write the metadata by which vLLM finds the entry points of this checkout."""
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    groups = tomllib.loads((ROOT / "engine/pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
     installed = folder / "kvroute-0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: kvroute\nVersion: 0\n", encoding="ascii")
