@@ -140,7 +140,7 @@ class Exit:
     """Ends a process after the other functions of `atexit`: to delete every module would take half a second."""
 
     code = 1
-    """That of an exception that nobody caught."""
+    """The exit code of an uncaught exception."""
 
     def __call__(self) -> None:
         """See the class."""

@@ -63,9 +63,9 @@ class Placed(msgspec.Struct, gc=False):
     """Tokens of the prompt that are cached there, or will be when the prefill begins."""
     decision: Prefill | Decode
     offer: Offer | None = None
-    """What the instance was chosen from; None: a decode instance, or an instance that serves the request alone."""
+    """What the instance was chosen from; None: a decode instance, or one that serves an aggregated request."""
     pick: DecodePick | Reject | None = None
-    """Of a prefill, the decode instance that is chosen with it; None: it is chosen after the prefill."""
+    """The decode instance that is chosen together with a prefill; None: it is chosen after the prefill."""
     due_later: bool = False
     """Whether the decision about `pick` is due after the prefill."""
     further: tuple[Decision, ...] = ()

@@ -29,7 +29,7 @@ class Offload(msgspec.Struct, frozen=True, omit_defaults=True):
     site: str
     """Datacenter that computes the prefill."""
     reason: str
-    """Reason: short, long, home_down, away_down, not_worth_it or no_instance_up (`policies.offload.Reason`)."""
+    """Reason: short, long, home_down, away_down, not_worth_it or no_instance_up (`policies.fleet.offload.Reason`)."""
     terms: dict[str, float] = {}
     """Values behind the decision, by name: tokens, seconds and shares."""
 
@@ -145,7 +145,7 @@ class Replicas(msgspec.Struct, frozen=True, tag="replicas", kw_only=True):
     needed: tuple[int, int]
     """What the traffic needs at this moment; the result also counts what it needed a short time ago."""
     reasons: tuple[str, str]
-    """What sets `needed` (`policies.replicas.Reason`)."""
+    """What sets `needed` (`policies.fleet.replicas.Reason`)."""
     serving: tuple[int, int]
     """Instances that serve, or are about to."""
     rate_per_s: float

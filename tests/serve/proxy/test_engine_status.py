@@ -33,7 +33,7 @@ class Seen:
     """What follows if all engines respond with the same error, in the order of the columns of `TABLE`."""
 
     status: int
-    """Of the response to the client."""
+    """The status of the response to the client."""
     error: str
     """`type` of its error object."""
     retry_after: str | None

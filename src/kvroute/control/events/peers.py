@@ -20,7 +20,7 @@ from kvroute.types import (
 )
 
 _HANDLERS = KV_HANDLERS | FLEET_HANDLERS | MEASUREMENT_HANDLERS
-"""Of the events that a report may hold."""
+"""The handler of each kind of event that a report may hold."""
 
 
 def _peer_reported(state: CoreState, event: PeerReported) -> tuple[Decision, ...]:

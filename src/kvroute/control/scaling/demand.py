@@ -1,4 +1,4 @@
-"""Requests of one model in a window of time, as `policies.replicas` needs them: rate with its trend, and their costs.
+"""Requests of one model in a window of time: rate with its trend, and costs, for `policies.fleet.replicas`.
 
 Times must not decrease. Memory is bounded: prefill times are in bins of an eighth of an octave, with exact means.
 """

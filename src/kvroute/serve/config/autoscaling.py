@@ -1,6 +1,6 @@
 """The `gateway.autoscaling:` section: SLO, limits and periods, and the hook that starts and stops engines.
 
-`policies.autoscaling` and `policies.replicas` define the parameters and their defaults.
+`policies.fleet.autoscaling` and `policies.fleet.replicas` define the parameters and their defaults.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class RecentRequests:
         return self._last_splits
 
     def forget_splits(self) -> None:
-        """Compute the next `splits` anew."""
+        """Discard the stored splits, so that the next call of `splits` computes them."""
         self._splits_at = -SPLITS_S
 
     def distributions(self, at: float) -> dict[str, tuple[bytes, ...]]:

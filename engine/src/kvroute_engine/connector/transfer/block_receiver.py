@@ -19,7 +19,7 @@ from kvroute_engine.errors import InputError
 
 
 class WritableStore(Protocol):
-    """A store to which peers may write full blocks; see `cachepool.store.BlockStore`."""
+    """A store to which peers may write full blocks; see `kvroute_engine.block_store.BlockStore`."""
 
     def match(self, keys: Sequence[bytes]) -> int:
         """Return how many leading keys are stored."""
