@@ -24,6 +24,7 @@ import zmq.asyncio
 from kvroute import llm, topology
 from kvroute.control import ControlSpec
 from kvroute.emulator import EmulatedCluster, EmulatedClusterSpec
+from kvroute.emulator.api.completion import EmulatedCompletion
 from kvroute.prefix import block_hashes
 from kvroute.sim.run import simulate
 from kvroute.sim.settings import SimSpec
@@ -297,6 +298,24 @@ def test_faults_occur_as_configured_and_no_more(status: int | str, after_tokens:
         got, data = await client.post("decode0", "/v1/completions", body)
         assert (got, b"error" in data) == (200, False)
         assert await client.becomes_idle("decode0")
+
+    on_fleet(check, settings=EmulatedClusterSpec(kv_events=False))
+
+
+def test_a_fault_occurs_although_the_event_loop_finds_all_tokens_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that stops for a moment."""
+    start = EmulatedCompletion._start
+
+    async def late_start(response: EmulatedCompletion) -> None:
+        await start(response)
+        await response.notifier.until(response._answered)
+
+    monkeypatch.setattr(EmulatedCompletion, "_start", late_start)
+
+    async def check(client: Client) -> None:
+        order = {"fail_next": 1, "status": 503, "leg": "decode", "after_tokens": 3}
+        await client.post_json("decode0", order, "/emulator/fault")
+        assert (await client.post("decode0", "/v1/completions", BODY))[0] == 503
 
     on_fleet(check, settings=EmulatedClusterSpec(kv_events=False))
 

@@ -14,7 +14,7 @@ import aiohttp
 from tests.kube.client import MERGE, ApiClient
 from tests.kube.deploy.deployed import DEPLOY, read, rules
 from tests.kube.inference_pool import POOLS, install, pool_document
-from tests.live.envoy import PICKER_UP, running_envoy, stat, with_patient_health_check
+from tests.live.envoy import running_envoy, with_patient_health_check
 from tests.live.kubernetes_rig import Rig, kvroute
 from tests.live.services import free_port
 from tests.waiting import until
@@ -87,11 +87,6 @@ class PoolFront:
             async with rig.session.get(f"{rig.url}/v1/models") as response:
                 if response.status == 200:
                     return
-            await asyncio.sleep(0.05)
-
-    async def gives_up(self, rig: Rig) -> None:
-        """Wait until Envoy has found that the picker is not ready."""
-        while await stat(rig.session, self.envoy_admin, PICKER_UP):
             await asyncio.sleep(0.05)
 
 

@@ -345,6 +345,7 @@ class EmulatedCompletion:
     async def whole(self) -> web.Response:
         """Return the response in one piece."""
         await self._start()
+        await self._fail_if_due()  # an event loop that is late may find all tokens computed
         while not self._answered():
             await self._news(self.output_tokens)
             await self._fail_if_due()
