@@ -125,12 +125,7 @@ class KvStream:
         if sequence <= self._last_live:
             self.restart()
         self._last_live = sequence
-        if self.wanted is not None:
-            self._hold(sequence, payload)
-        elif sequence == self._expected:
-            self._apply(sequence, payload)
-        elif sequence > self._expected:
-            self._gap(sequence, payload)
+        self._take(sequence, payload)
         return self.more(at)
 
     def replayed(self, at: float, sequence: int, payload: bytes) -> list[Event]:
@@ -160,12 +155,7 @@ class KvStream:
             self._lose()
             self._expected = min(held)
         for sequence, payload in held.items():
-            if self.wanted is not None:
-                self._hold(sequence, payload)
-            elif sequence == self._expected:
-                self._apply(sequence, payload)
-            elif sequence > self._expected:
-                self._gap(sequence, payload)
+            self._take(sequence, payload)
         return self.more(at)
 
     def follows(self, started_s: float) -> bool:
@@ -197,6 +187,15 @@ class KvStream:
         else:
             self._lose()
             self._apply(sequence, payload)
+
+    def _take(self, sequence: int, payload: bytes) -> None:
+        """Apply a live batch, hold it for the end of a replay, or ask for one."""
+        if self.wanted is not None:
+            self._hold(sequence, payload)
+        elif sequence == self._expected:
+            self._apply(sequence, payload)
+        elif sequence > self._expected:
+            self._gap(sequence, payload)
 
     def _hold(self, sequence: int, payload: bytes) -> None:
         held_bytes = self._held_bytes + len(payload) + _BATCH_BYTES
