@@ -33,7 +33,6 @@ STILL_SMALL = {
     "kvroute.serve.observe.metrics.scaling_gauges",
     "kvroute.serve.telemetry.link_events",
     "kvroute.timing.kernels",
-    "kvroute.topology.reading.all_reduce_check",
     "kvroute_engine.agent.held",
     "kvroute_engine.agent.nvlink",
     "kvroute_studies.heroserve.evaluation",

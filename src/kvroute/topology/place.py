@@ -136,7 +136,7 @@ def card_of(places: Places, gpus: Shards, position: int) -> int:
     node, gpu = gpus[position]
     entry = places.nodes[node]
     nic = entry.nics.compute
-    assert nic is not None, "reach_faults has found no fault"
+    assert nic is not None, "`placing.place` has found no fault"
     if nic.scope == "instance":
         gpu = next(index for host, index in gpus if host == node)
     return 0 if nic.scope == "server" else gpu * nic.count // entry.gpus

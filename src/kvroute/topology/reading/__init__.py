@@ -1,1 +1,1 @@
-"""From the text of a cluster file to a cluster: expansion of shorthands, checks, assembly."""
+"""From the text of a cluster file to a cluster: expansion of shorthands, locations, checks, links."""

@@ -1,175 +1,43 @@
-"""Checks of a cluster file whose form is valid: names, GPUs, limits, and pairs that cannot reach each other."""
+"""Checks of a cluster file's values against each other: timings, models, memory, all-reduces, discovery, addresses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from kvroute import llm
-from kvroute.topology.place import Places, gpu_list, port_fault, wan_routes
-from kvroute.topology.reading.data_parallel import rank_faults
+from kvroute.topology.label_selector import SELECTOR_HINT, selector_fault
+from kvroute.topology.place import port_fault
+from kvroute.topology.reading.expansion import ExpandedFile
 from kvroute.topology.schema import (
     ClusterFile,
-    Datacenter,
-    FatTree,
+    Discovery,
+    DnsDiscovery,
     InstanceCounts,
     InstanceEntry,
-    Node,
+    KubernetesEntry,
     PiecewisePrefillEntry,
-    Pod,
-    Rack,
     TimingEntry,
 )
-from kvroute.types import CROSS_DATACENTER, InputError
-from kvroute_engine.files.form import FileError, Key, Lines, field_text, nearest
+from kvroute.types import InputError
+from kvroute_engine.files.form import FileError, Key, Lines, nearest
 from kvroute_engine.files.units import duration_text
 
 _ADDRESSES = ("url", "bootstrap", "kv_events", "kv_replay", "buffer")
 """Fields of an endpoint that hold an address."""
+_SOURCES = ("file", "dns", "kubernetes")
+_LEVELS = ("region", "datacenter", "pod", "rack")
 
 
-def shorthand_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    """Yield the faults that prevent the expansion of shorthands."""
-    if file.fabric is not None:
-        for key, entries in (("pods", file.pods), ("racks", file.racks), ("nodes", file.nodes)):
-            if entries:
-                what = f"`{key}` and `fabric` cannot be given together"
-                yield lines.error(what, (key,), f"remove one of them: `fabric` creates {key} itself")
-        if len(file.datacenters) > 1:
-            yield lines.error("a fabric has one datacenter", ("datacenters",), "list nodes and racks instead")
-    if isinstance(file.fabric, FatTree):
-        yield from _fat_tree_faults(file.fabric, lines)
-    elif file.fabric is None and not file.nodes and not file.discovery and lines.sure("nodes") and lines.sure("fabric"):
-        yield lines.error("there are no nodes", (), "add `nodes:` or `fabric:`")
-
-
-def _fat_tree_faults(tree: FatTree, lines: Lines) -> Iterator[FileError]:
-    size = tree.pods * tree.racks_per_pod * tree.nodes_per_rack
-    if size > 100_000:  # a placeholder is 1
-        yield lines.error(f"the fabric has {size} nodes", ("fabric",), "use at most 100000")
-    if tree.oversubscription and tree.rack_uplinks and tree.pod_uplinks:
-        what = "`oversubscription` has no effect with `rack_uplinks` and `pod_uplinks`"
-        yield lines.error(what, ("fabric", "oversubscription"), "remove it or one of the uplinks")
-
-
-def can_expand(file: ClusterFile, lines: Lines) -> bool:
-    """Return True if all values that the shorthands need are known."""
-    sizes = ("kind", "pods", "racks_per_pod", "nodes_per_rack", "gpus_per_node", "units", "nodes_per_unit")
-    known = all(lines.sure("fabric", key) for key in sizes)
-    if isinstance(file.instances, InstanceCounts):
-        known &= all(lines.sure("instances", key) for key in ("prefill", "decode", "placement", "tp", "pp", "dp"))
-        known &= all(lines.sure("defaults", key) for key in ("tp", "pp"))
-        known &= all(lines.sure("nodes", "*", key) for key in ("gpus", "rack"))
-    elif any(entry.dp is not None for entry in file.instances):
-        known &= all(lines.sure("instances", "*", key) for key in ("name", "gpus", "tp", "pp", "dp"))
-        known &= all(lines.sure("defaults", key) for key in ("tp", "pp"))
-    return known
-
-
-def setting_faults(written: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    """Yield faults of timings, models and memory of a file before expansion."""
-    yield from _timing_faults(written, lines)
-    yield from _setting_faults(written, lines)
-
-
-def place_faults(file: ClusterFile, lines: Lines, *, placed: bool = True) -> Iterator[FileError]:
-    """Yield faults of names, parents, links between datacenters and GPUs; for an unexpanded file, those that can be
-    found. Without `placed`, the file may lack instances of a role."""
-    yield from _duplicates(file, lines)
-    yield from _parent_faults(file, lines)
-    yield from _wan_faults(file, lines)
-    if isinstance(file.instances, list) and file.fabric is None:
-        yield from _instance_faults(file, lines)
-        yield from rank_faults(file.instances, lines)
-        if placed:
-            yield from _role_faults(file, lines)
-
-
-def port_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    """Yield addresses of endpoints without a valid port."""
-    for index, entry in enumerate(file.instances if isinstance(file.instances, list) else []):
-        for part in _ADDRESSES if entry.endpoint is not None else ():
-            key, address = ("instances", index, "endpoint", part), getattr(entry.endpoint, part)
-            if lines.sure(*key) and not address.startswith("ipc://") and (fault := port_fault(address)):
-                yield lines.error(fault, key, "give the port that the engine listens on")
-
-
-def _duplicates(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    sections: dict[str, Sequence[Datacenter | Pod | Rack | Node | InstanceEntry]] = {
-        "datacenters": file.datacenters,
-        "pods": file.pods,
-        "racks": file.racks,
-        "nodes": file.nodes,
-        "instances": file.instances if isinstance(file.instances, list) else [],
-    }
-    for section, entries in sections.items():
-        first: dict[str, int] = {}
-        for index, entry in enumerate(entries):
-            name = entry.name
-            if name in first:
-                where = f"{field_text(lines.written((section, first[name])))} has the same name"
-                yield lines.error(f"the name {name!r} is used twice", (section, index, "name"), where)
-            first.setdefault(name, index)
-
-
-def entries_of(file: ClusterFile) -> list[InstanceEntry]:
-    """Return the instances of an expanded file."""
-    assert isinstance(file.instances, list), "expand first"
-    return file.instances
-
-
-def _parent_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    names = {
-        "rack": [rack.name for rack in file.racks],
-        "pod": [pod.name for pod in file.pods],
-        "datacenter": [datacenter.name for datacenter in file.datacenters] or ["dc0"],
-    }
-    known = {kind: set(members) for kind, members in names.items()}
-    sections: tuple[tuple[str, Sequence[Pod | Rack | Node]], ...] = (
-        ("pods", file.pods),
-        ("racks", file.racks),
-        ("nodes", file.nodes),
-    )
-    for section, entries in sections:
-        for index, entry in enumerate(entries):
-            given = {kind: getattr(entry, kind, None) for kind in names}
-            parents = {kind: parent for kind, parent in given.items() if parent is not None}
-            for kind, parent in parents.items():
-                if parent not in known[kind] and _listed(f"{kind}s", lines) and lines.sure(section, index, kind):
-                    key = (section, index, kind)
-                    hint = nearest(parent, names[kind]) or f"the file lists no {kind}s"
-                    yield lines.error(f"there is no {kind} {parent!r}", key, hint)
-            if len(parents) > 1:
-                what = f"{entry.name} has several parents: {', '.join(parents)}"
-                yield lines.error(what, (section, index), "give only the nearest one; the others follow from it")
-            orphan = not parents and all(lines.sure(section, index, kind) for kind in names if hasattr(entry, kind))
-            if orphan and len(names["datacenter"]) > 1:
-                what = f"{entry.name} has no parent, and there are several datacenters"
-                yield lines.error(what, (section, index), "add `datacenter: ...`")
-
-
-def _listed(section: str, lines: Lines) -> bool:
-    """Return True if all names of a section are known."""
-    return lines.sure(section, "*", "name") and (section not in ("pods", "racks", "nodes") or lines.sure("fabric"))
-
-
-def _wan_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    names = [datacenter.name for datacenter in file.datacenters]
-    joined: dict[frozenset[str], int] = {}
-    for index, wan in enumerate(file.wan):
-        for key, end in (("from", wan.source), ("to", wan.target)):
-            if end not in names and _listed("datacenters", lines) and lines.sure("wan", index, key):
-                hint = nearest(end, names) or "list it under `datacenters`"
-                yield lines.error(f"there is no datacenter {end!r}", ("wan", index, key), hint)
-        pair = frozenset((wan.source, wan.target))
-        if len(pair) == 1:
-            yield lines.error(f"the link leads from {wan.source} to itself", ("wan", index), "name two datacenters")
-        elif pair in joined:
-            what = f"{wan.source} and {wan.target} are connected twice"
-            hint = f"wan[{joined[pair]}] already connects them in both directions; raise its `count`"
-            yield lines.error(what, ("wan", index), hint)
-        joined.setdefault(pair, index)
+def check(written: ClusterFile, lines: Lines, flat: ExpandedFile) -> list[FileError]:
+    """Return the faults of all values that do not depend on the locations of instances. Args: `written`, `lines`: the
+    file before its expansion; `flat`: after it."""
+    return [
+        *_timing_faults(written, lines),
+        *_setting_faults(written, lines),
+        *_all_reduce_faults(written, lines),
+        *_discovery_faults(written, lines),
+        *_port_faults(flat.file, flat.lines),
+    ]
 
 
 def _timing_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
@@ -203,38 +71,17 @@ def _scheduler_faults(name: str, timing: TimingEntry, lines: Lines) -> Iterator[
         yield lines.error(what, key, f"give {duration_text(prefill.base_s)} or less: the base includes a step")
 
 
-def _instance_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    nodes = {node.name: node for node in file.nodes}
-    owner: dict[tuple[str, int], str] = {}
-    entries = entries_of(file)
-    for index, entry in enumerate(entries):
-        if lines.sure("instances", index, "gpus"):
-            yield from _gpu_faults(entry, file, nodes, owner, ("instances", index), lines)
-        if entry.dp is not None and (entry.engine is not None or entry.rank is not None):
-            what = f"{entry.name} has `dp`, so its ranks are numbered"
-            yield lines.error(what, ("instances", index, "dp"), "remove `engine` and `rank`, or remove `dp`")
-        if entry.group is not None and entry.role == "prefill" and lines.sure("instances", index, "role"):
-            what = f"{entry.name} is a prefill instance, but only decode instances have a group"
-            yield lines.error(what, ("instances", index, "group"), "remove `group`")
-
-
-def _role_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    entries = entries_of(file)
-    for role in ("prefill", "decode"):
-        if lines.sure("instances", "*", "role") and not any(entry.role in (role, "both") for entry in entries):
-            yield lines.error(f"there is no {role} instance", ("instances",), f"add one with `role: {role}`")
+def _written_entries(file: ClusterFile) -> Sequence[tuple[Key, InstanceEntry | InstanceCounts]]:
+    """Return the instances as the file has them, or their numbers, each with its key."""
+    if isinstance(file.instances, InstanceCounts):
+        return [(("instances",), file.instances)]
+    return [(("instances", index), entry) for index, entry in enumerate(file.instances)]
 
 
 def _setting_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
     """Yield faults of models, timings and memory; a wrong or missing value in `defaults` is reported once."""
     reported: set[Key] = set()
-    written = file.instances
-    entries: Sequence[tuple[Key, InstanceEntry | InstanceCounts]] = (
-        [(("instances",), written)]
-        if isinstance(written, InstanceCounts)
-        else [(("instances", index), entry) for index, entry in enumerate(written)]
-    )
-    for key, entry in entries:
+    for key, entry in _written_entries(file):
         for setting in ("model", "kv_capacity", "timing"):
             attribute = "kv_capacity_bytes" if setting == "kv_capacity" else setting
             own, inherited = getattr(entry, attribute), getattr(file.defaults, attribute)
@@ -267,127 +114,95 @@ def setting_fault(setting: str, value: str | float | None, file: ClusterFile) ->
     return None
 
 
-def _gpu_faults(
-    entry: InstanceEntry,
-    file: ClusterFile,
-    nodes: dict[str, Node],
-    owner: dict[tuple[str, int], str],
-    key: Key,
-    lines: Lines,
-) -> Iterator[FileError]:
-    place = (*key, "gpus")
-    try:
-        gpus = gpu_list(entry.gpus)
-    except InputError as error:
-        yield lines.error(error.what, place, error.hint)
+def _all_reduce_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    """Yield a fault for each instance, or for the numbers of instances, whose `all_reduce` does not fit tp and pp."""
+    for key, entry in _written_entries(file):
+        if entry.all_reduce is None or not lines.sure(*key, "all_reduce", whole=True):
+            continue
+        tp, pp = entry.tp or file.defaults.tp, entry.pp or file.defaults.pp
+        if tp == 1 and _known("tp", key, lines):
+            yield lines.error(
+                "tp is 1, so there is no all-reduce", (*key, "all_reduce"), "remove `all_reduce`, or set `tp`"
+            )
+        count = len(entry.all_reduce.schemes(pp))
+        if count != pp and _known("pp", key, lines):
+            what = f"{count} scheme{' is' if count == 1 else 's are'} given, but pp is {pp}"
+            hint = "give one scheme for all pipeline stages, or one for each stage"
+            yield lines.error(what, (*key, "all_reduce", "scheme"), hint)
+
+
+def _known(setting: str, key: Key, lines: Lines) -> bool:
+    return lines.sure(*key, setting) and lines.sure("defaults", setting)
+
+
+def _discovery_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    """Yield faults of the section `discovery`, and what cannot be combined with it."""
+    section = file.discovery
+    if section is None or not lines.sure("discovery", whole=True):
         return
-    for name in dict.fromkeys(node for node, _ in gpus):
-        if name not in nodes and _listed("nodes", lines):
-            yield lines.error(f"there is no node {name!r}", place, nearest(name, list(nodes)))
-    beyond = [(node, gpu) for node, gpu in gpus if node in nodes and gpu >= nodes[node].gpus]
-    if beyond and lines.sure("nodes", "*", "gpus"):
-        node, gpu = beyond[0]
-        what = f"{node} has {nodes[node].gpus} GPUs and no GPU {gpu}"
-        yield lines.error(what, place, f"use 0 to {nodes[node].gpus - 1}" if nodes[node].gpus else "use another node")
-    clash = next((gpu for position, gpu in enumerate(gpus) if gpu in owner or gpu in gpus[:position]), None)
-    if clash is not None:
-        user = owner.get(clash, entry.name)
-        yield lines.error(f"GPU {clash[0]}:{clash[1]} is used twice", place, f"{user} uses it too")
-    owner.update((gpu, entry.name) for gpu in gpus if gpu not in owner)
-    tp, pp, dp = entry.tp or file.defaults.tp, entry.pp or file.defaults.pp, entry.dp or 1
-    shards_known = all(lines.sure(*place, part) for part in ("tp", "pp") for place in (key, ("defaults",)))
-    if tp * pp * dp != len(gpus) and shards_known and lines.sure(*key, "dp"):
-        product, change = f"tp {tp} x pp {pp}", "tp or pp"
-        if entry.dp is not None:
-            product, change = f"dp {dp} x {product}", "dp, tp or pp"
-        what = f"{entry.name} has {len(gpus)} GPUs, but {product} = {tp * pp * dp}"
-        yield lines.error(what, place, f"list one GPU per shard, or change {change}")
+    yield from _source_faults(section, lines)
+    if section.node.nics.compute is None:
+        hint = "add `node: {gpus: 8, nics: {compute: {count: 8, capacity: 400 Gbps}}}`"
+        yield lines.error("the nodes of discovered engines have no compute NICs", ("discovery", "node"), hint)
+    if file.storage is not None and lines.sure("storage"):
+        what = "`storage` and `discovery` cannot be given together"
+        yield lines.error(what, ("storage",), "list the instances of a cluster that reads from a store")
+    if file.defaults.kv_capacity_bytes is None and lines.sure("defaults", "kv_capacity"):
+        hint = "add `kv_capacity: 60 GB` (all GPUs of an engine) under `defaults`"
+        yield lines.error("the KV memory of discovered engines is not given", ("defaults",), hint)
+    names = ("timing", file.defaults.timing), ("model", file.defaults.model)
+    for setting, value in names if isinstance(file.instances, list) and not file.instances else ():
+        if value is not None and lines.sure("defaults", setting) and lines.sure("timing"):
+            fault = setting_fault(setting, value, file)
+            if fault is not None:
+                yield lines.error(fault.what, ("defaults", setting), fault.hint)
 
 
-def can_place(lines: Lines) -> bool:
-    """Return True if the locations of all instances and the existing links are known."""
-    presence = {
-        "nodes": ("name", "rack", "pod", "datacenter", "nics"),
-        "racks": ("name", "pod", "datacenter", "uplinks"),
-        "pods": ("name", "datacenter", "uplinks"),
-        "datacenters": ("name",),
-        "wan": ("from", "to"),
-        "instances": ("role", "gpus"),
-    }
-    known = all(lines.sure(section, "*", key) for section, keys in presence.items() for key in keys)
-    links = ("nics", "rack_uplinks", "pod_uplinks", "oversubscription")
-    known &= all(lines.sure("nodes", "*", "nics", kind) for kind in ("compute", "storage"))
-    return known and all(lines.sure("fabric", key) for key in links) and lines.sure("fabric", "nics", "compute")
+def _source_faults(section: Discovery, lines: Lines) -> Iterator[FileError]:
+    given = [name for name in _SOURCES if getattr(section, name) is not None]
+    if len(given) != 1:
+        what = (
+            f"`discovery` has several sources: {', '.join(given)}" if given else "`discovery` has no source of engines"
+        )
+        hint = "write one of `file: engines.yaml`, `dns: {prefill: ..., decode: ...}` and `kubernetes: {}`"
+        yield lines.error(what, ("discovery",), hint)
+    if section.dns is not None:
+        yield from _dns_faults(section.dns, lines)
+    if section.kubernetes is not None:
+        yield from _kubernetes_faults(section.kubernetes, lines)
 
 
-def reach_faults(file: ClusterFile, places: Places, lines: Lines) -> Iterator[FileError]:
-    """Yield one fault per missing link between a prefill node and a decode node, with an example pair."""
-    sources, targets = _hosts(file, places, "prefill"), _hosts(file, places, "decode")
-    if not sources or not targets:
-        return
-    source_ids, target_ids = np.array(list(sources)), np.array(list(targets))
-    code = places.code
-    level = CROSS_DATACENTER - sum(
-        (code[k][source_ids][:, None] == code[k][target_ids][None, :]).astype(np.int8) for k in range(len(code))
-    )
-    reported: set[Key] = set()
-    for short, end in (
-        (level > places.reach[source_ids][:, None], 0),
-        (level > places.reach[target_ids][None, :], 1),
-    ):
-        for position in np.flatnonzero(short.any(axis=1 - end)):
-            other = int(np.argmax(short[position] if end == 0 else short[:, position]))
-            source, target = (int(position), other) if end == 0 else (other, int(position))
-            pair = (int(source_ids[source]), int(target_ids[target]))
-            key, what, hint = _missing_link(file, places, pair[end])
-            if key not in reported:
-                reported.add(key)
-                between = f"{targets[pair[1]]} cannot be reached from {sources[pair[0]]}"
-                yield lines.error(f"{what}, so {between}", key, hint)
-    if not reported:
-        yield from _route_faults(file, places, sources, targets, lines)
+def _dns_faults(dns: DnsDiscovery, lines: Lines) -> Iterator[FileError]:
+    if not any((dns.prefill, dns.decode, dns.both)):
+        yield lines.error("`dns` has no name", ("discovery", "dns"), "add `prefill: _http._tcp.prefill.example`")
+    if dns.interval_min_s > dns.interval_max_s:
+        what = "`interval_min` is longer than `interval_max`"
+        yield lines.error(what, ("discovery", "dns", "interval_min"), "make it shorter")
 
 
-def _hosts(file: ClusterFile, places: Places, role: str) -> dict[int, str]:
-    """Return by node number the first instance of that role with a GPU on the node."""
-    hosts: dict[int, str] = {}
-    for entry in entries_of(file):
-        if entry.role in (role, "both"):
-            for node, _ in gpu_list(entry.gpus):
-                hosts.setdefault(places.index[node], entry.name)
-    return hosts
+def _kubernetes_faults(kubernetes: KubernetesEntry, lines: Lines) -> Iterator[FileError]:
+    key = ("discovery", "kubernetes")
+    if fault := selector_fault(kubernetes.selector):
+        yield lines.error(fault, (*key, "selector"), SELECTOR_HINT)
+    if kubernetes.pool is not None and kubernetes.selector.strip():
+        what = "`pool` and `selector` exclude each other"
+        yield lines.error(what, (*key, "selector"), "leave it out: the InferencePool has a selector")
+    if kubernetes.pool is not None and kubernetes.namespace == "*":
+        what = "an InferencePool is in one namespace"
+        yield lines.error(what, (*key, "namespace"), "write its name")
+    level_of: dict[str, str] = {}
+    for level in _LEVELS:
+        for number, label in enumerate(getattr(kubernetes.levels, level) or ()):
+            owner = level_of.setdefault(label, level)
+            if owner != level:
+                what = f"the label {label} gives the level {owner}, too"
+                yield lines.error(what, (*key, "levels", level, number), "give each label one level")
 
 
-def storage_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
-    """Yield a fault if there is a store that no node can read."""
-    if file.storage is not None and lines.sure("storage") and all(node.nics.storage is None for node in file.nodes):
-        hint = "add `nics: {storage: {count: 1, capacity: 400 Gbps, scope: server}}` to the nodes, or remove `storage`"
-        yield lines.error("no node has a storage NIC", ("storage",), hint)
-
-
-def _missing_link(file: ClusterFile, places: Places, node: int) -> tuple[Key, str, str]:
-    """Return key, fault and fix of the missing link that limits a node's reach."""
-    entry, rack, pod = places.nodes[node], places.racks[node], places.pods[node]
-    add = "add `uplinks: {count: 8, capacity: 100 Gbps}`"
-    if entry.nics.compute is None:
-        add = "add `nics: {compute: {count: 8, capacity: 100 Gbps}}`"
-        return ("nodes", node), f"{entry.name} has no compute NICs", add
-    if rack is not None and rack.uplinks is None:
-        return ("racks", file.racks.index(rack)), f"{rack.name} has no uplinks", add
-    if pod is not None and pod.uplinks is None:
-        return ("pods", file.pods.index(pod)), f"{pod.name} has no uplinks", add
-    return ("wan",), "there are no links between datacenters", "add `wan: [{from: ..., to: ..., capacity: 100 Gbps}]`"
-
-
-def _route_faults(
-    file: ClusterFile, places: Places, sources: dict[int, str], targets: dict[int, str], lines: Lines
-) -> Iterator[FileError]:
-    routes = wan_routes(file)
-    first_source = {places.datacenters[node]: name for node, name in reversed(sources.items())}
-    first_target = {places.datacenters[node]: name for node, name in reversed(targets.items())}
-    for start in sorted(first_source):
-        for end in sorted(first_target):
-            if start != end and (start, end) not in routes:
-                between = f"{first_target[end]} cannot be reached from {first_source[start]}"
-                what = f"no links connect {start} and {end}, so {between}"
-                yield lines.error(what, ("wan",), f"add {{from: {start}, to: {end}, capacity: 100 Gbps}}")
+def _port_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    """Yield addresses of endpoints without a valid port."""
+    for index, entry in enumerate(file.instances if isinstance(file.instances, list) else []):
+        for part in _ADDRESSES if entry.endpoint is not None else ():
+            key, address = ("instances", index, "endpoint", part), getattr(entry.endpoint, part)
+            if lines.sure(*key) and not address.startswith("ipc://") and (fault := port_fault(address)):
+                yield lines.error(fault, key, "give the port that the engine listens on")

@@ -19,7 +19,7 @@ def rank_name(engine: str, rank: int) -> str:
 
 def rank_entries(entry: InstanceEntry, defaults: InstanceDefaults) -> list[InstanceEntry]:
     """Return an instance for each rank of an entry with `dp`; the entry itself if it has one rank, or a fault that
-    `place_faults` finds."""
+    `placing.place` finds."""
     if entry.dp is None or entry.engine is not None or entry.rank is not None:
         return [entry]
     if entry.dp == 1:

@@ -10,8 +10,8 @@ import msgspec
 
 from kvroute.topology.cluster import Cluster
 from kvroute.topology.place import places_of, port_fault
-from kvroute.topology.reading.assembly import assembled
 from kvroute.topology.reading.check import setting_fault
+from kvroute.topology.reading.linking import link
 from kvroute.topology.reading.templates import with_domains
 from kvroute.topology.schema import EndpointEntry, InstanceEntry, Name
 from kvroute.types import TRAITS, Discovered, Endpoint, InputError, Joined, Place, Role
@@ -33,7 +33,7 @@ def grown(base: Cluster, members: Iterable[Joined]) -> Cluster:
     file = with_domains(base.file, [member.engine.place for member in ordered])
     assert isinstance(file.instances, list), "a Cluster keeps its file without shorthands"
     file = msgspec.structs.replace(file, instances=[*file.instances, *map(_entry, ordered)])
-    return replace(assembled(file, places_of(file)), remarks=base.remarks, lines=base.lines)
+    return replace(link(file, places_of(file)), remarks=base.remarks, lines=base.lines)
 
 
 def template_cluster(base: Cluster) -> Cluster:

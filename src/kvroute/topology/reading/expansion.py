@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import msgspec
@@ -25,7 +26,29 @@ from kvroute.topology.schema import (
     Uplinks,
 )
 from kvroute.types import InputError, KvProtocol, Role
+from kvroute_engine.files.form import FileError, Lines
 from kvroute_engine.files.units import Bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedFile:
+    """A cluster file without shorthands, and the lines of its entries."""
+
+    file: ClusterFile
+    lines: Lines
+    complete: bool = True
+    """False: the shorthands could not be expanded, and `file` has them as written."""
+
+
+def expand_shorthands(file: ClusterFile, lines: Lines) -> tuple[ExpandedFile, list[FileError]]:
+    """Return the file without shorthands, and the faults that prevent their expansion."""
+    faults = list(_shorthand_faults(file, lines))
+    if not faults and _can_expand(file, lines):
+        try:
+            return ExpandedFile(expand(file), replace(lines, written_at=_written_at(file))), []
+        except InputError as error:
+            faults.append(lines.error(error.what, ("instances",), error.hint))
+    return ExpandedFile(file, lines, complete=False), faults
 
 
 def expand(file: ClusterFile) -> ClusterFile:
@@ -49,11 +72,55 @@ def expand(file: ClusterFile) -> ClusterFile:
     return msgspec.structs.replace(file, fabric=None, pods=pods, racks=racks, nodes=nodes, instances=instances)
 
 
-def written_at(file: ClusterFile) -> tuple[int, ...]:
+def _written_at(file: ClusterFile) -> tuple[int, ...]:
     """Return the index in the file of each instance of the expanded file; empty if the file lists none."""
     if not isinstance(file.instances, list):
         return ()
     return tuple(index for index, entry in enumerate(file.instances) for _ in rank_entries(entry, file.defaults))
+
+
+def entries_of(file: ClusterFile) -> list[InstanceEntry]:
+    """Return the instances of an expanded file."""
+    assert isinstance(file.instances, list), "expand first"
+    return file.instances
+
+
+def _shorthand_faults(file: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    """Yield the faults that prevent the expansion of shorthands."""
+    if file.fabric is not None:
+        for key, entries in (("pods", file.pods), ("racks", file.racks), ("nodes", file.nodes)):
+            if entries:
+                what = f"`{key}` and `fabric` cannot be given together"
+                yield lines.error(what, (key,), f"remove one of them: `fabric` creates {key} itself")
+        if len(file.datacenters) > 1:
+            yield lines.error("a fabric has one datacenter", ("datacenters",), "list nodes and racks instead")
+    if isinstance(file.fabric, FatTree):
+        yield from _fat_tree_faults(file.fabric, lines)
+    elif file.fabric is None and not file.nodes and not file.discovery and lines.sure("nodes") and lines.sure("fabric"):
+        yield lines.error("there are no nodes", (), "add `nodes:` or `fabric:`")
+
+
+def _fat_tree_faults(tree: FatTree, lines: Lines) -> Iterator[FileError]:
+    size = tree.pods * tree.racks_per_pod * tree.nodes_per_rack
+    if size > 100_000:  # a placeholder is 1
+        yield lines.error(f"the fabric has {size} nodes", ("fabric",), "use at most 100000")
+    if tree.oversubscription and tree.rack_uplinks and tree.pod_uplinks:
+        what = "`oversubscription` has no effect with `rack_uplinks` and `pod_uplinks`"
+        yield lines.error(what, ("fabric", "oversubscription"), "remove it or one of the uplinks")
+
+
+def _can_expand(file: ClusterFile, lines: Lines) -> bool:
+    """Return True if all values that the shorthands need are known."""
+    sizes = ("kind", "pods", "racks_per_pod", "nodes_per_rack", "gpus_per_node", "units", "nodes_per_unit")
+    known = all(lines.sure("fabric", key) for key in sizes)
+    if isinstance(file.instances, InstanceCounts):
+        known &= all(lines.sure("instances", key) for key in ("prefill", "decode", "placement", "tp", "pp", "dp"))
+        known &= all(lines.sure("defaults", key) for key in ("tp", "pp"))
+        known &= all(lines.sure("nodes", "*", key) for key in ("gpus", "rack"))
+    elif any(entry.dp is not None for entry in file.instances):
+        known &= all(lines.sure("instances", "*", key) for key in ("name", "gpus", "tp", "pp", "dp"))
+        known &= all(lines.sure("defaults", key) for key in ("tp", "pp"))
+    return known
 
 
 def with_endpoints(file: ClusterFile, addresses: Sequence[str], protocol: KvProtocol) -> ClusterFile:
@@ -69,8 +136,8 @@ def with_endpoints(file: ClusterFile, addresses: Sequence[str], protocol: KvProt
         InputError: the numbers of URLs and instances differ, a name is unknown, or an address is given twice.
     """
     flat = expand(file)
-    assert isinstance(flat.instances, list)
-    names = list(dict.fromkeys(entry.engine or entry.name for entry in flat.instances))
+    entries = entries_of(flat)
+    names = list(dict.fromkeys(entry.engine or entry.name for entry in entries))
     named = [
         (name, url) for name, equals, url in (address.partition("=") for address in addresses) if _is_name(name, equals)
     ]
@@ -90,7 +157,7 @@ def with_endpoints(file: ClusterFile, addresses: Sequence[str], protocol: KvProt
         entry
         if (url := urls.get(entry.engine or entry.name)) is None
         else msgspec.structs.replace(entry, endpoint=EndpointEntry(url=url.rstrip("/"), protocol=protocol))
-        for entry in flat.instances
+        for entry in entries
     ]
     return msgspec.structs.replace(flat, instances=instances)
 

@@ -15,7 +15,7 @@ from kvroute.sim.run import Run, simulate
 from kvroute.sim.settings import SimSpec
 from kvroute.sim.workload import Trace
 from kvroute.topology import Cluster, build
-from kvroute.topology.reading.check import entries_of
+from kvroute.topology.reading.expansion import entries_of
 from kvroute_studies.aggregated.cases import AGGREGATED_CASES, AggregatedCase
 from kvroute_studies.aggregated.network_cases import NetworkCase, network_cluster, network_trace
 from kvroute_studies.netkv.setup import cluster_of, requests_of
