@@ -18,26 +18,10 @@ GENERATED = ("agents_pb2.py", "envoy_pb2.py")
 OWN_MODULES = {
     "kvroute_engine.all_reduce.plugin": "vLLM loads it by name",
     "kvroute_engine.block_store.redis_backend": "it is imported by name, if the extra is installed",
+    "kvroute.serve.lifecycle.compilation": "`python -m` runs it in a process of its own",
     "kvroute.control.features": "the one place that orders the features of a decision",
 }
 """Small modules beside their importer, with the reason."""
-STILL_SMALL = {
-    "kvroute.cli.help",
-    "kvroute.cli.kube.pool",
-    "kvroute.cli.topology.from_kubernetes",
-    "kvroute.control.state.prompt_share",
-    "kvroute.llm.kernels",
-    "kvroute.serve.config.replication_checks",
-    "kvroute.serve.config.service_class_checks",
-    "kvroute.serve.lifecycle.compilation",
-    "kvroute.serve.observe.metrics.scaling_gauges",
-    "kvroute.serve.telemetry.link_events",
-    "kvroute.timing.kernels",
-    "kvroute_engine.agent.held",
-    "kvroute_engine.agent.nvlink",
-    "kvroute_studies.heroserve.evaluation",
-}
-"""Modules to be merged into their importers; none may be added."""
 
 
 @cache
@@ -86,7 +70,7 @@ def test_no_module_has_more_than_four_hundred_lines() -> None:
 
 def test_a_small_module_with_one_importer_beside_it_is_part_of_that() -> None:
     """Unless the importer would become too long. What a package's own `__init__` exports may have a module."""
-    known, small = modules(), set()
+    known, small = modules(), {}
     for name, path in known.items():
         if path.name == "__init__.py" or name in OWN_MODULES or lines(path) >= LEAST_LINES:
             continue
@@ -95,5 +79,5 @@ def test_a_small_module_with_one_importer_beside_it_is_part_of_that() -> None:
             (user,) = users
             beside = name.rpartition(".")[0] == user.rpartition(".")[0] and known[user].name != "__init__.py"
             if beside and lines(known[user]) + lines(path) <= MOST_LINES:
-                small.add(name)
-    assert small == STILL_SMALL
+                small[name] = user
+    assert small == {}

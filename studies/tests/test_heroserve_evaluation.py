@@ -16,7 +16,7 @@ from kvroute.planner.comparison.cells import Cell, Record
 from kvroute.planner.placement.output import cluster_file, named
 from kvroute.sim.metrics import Outcomes
 from kvroute.topology import build
-from kvroute_studies.heroserve.evaluation import EXPERIMENTS, run_cell
+from kvroute_studies.heroserve.command import EXPERIMENTS, run_cell
 from kvroute_studies.heroserve.page import write_heroserve
 from kvroute_studies.heroserve.serving import LATENCY, MEMORY, PREDICTION, SCALABILITY, kv_shares
 from kvroute_studies.heroserve.setup import best_placement, fixed_placement, problem_of

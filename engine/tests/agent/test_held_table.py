@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvroute_engine.agent.agent import HeldTable
 from kvroute_engine.agent.files import TABLE, GroupEntry, SchemeRule, TableFile, read_file
-from kvroute_engine.agent.held import HeldTable
 from kvroute_engine.agent.reports import AgentTable
 
 ENTRIES = {"decode-0": GroupEntry(7, (SchemeRule("ina", 4096), SchemeRule("ring")))}

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from kvroute_engine.agent.nvlink import fetch_rates, nvlink_rates
+from kvroute_engine.agent.agent import fetch_rates, nvlink_rates
 
 PAGE = """
 # HELP DCGM_FI_PROF_NVLINK_TX_BYTES The rate of data transmitted over NVLink

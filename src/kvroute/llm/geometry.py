@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias, overload
 
 import numpy as np
 
+from kvroute.compiled import compiled
 from kvroute.llm.compute import Compute
-from kvroute.llm.kernels import kv_bytes_each
 from kvroute.types import FloatArray, InputError, IntArray
 
 _NONE: IntArray = np.array(0)
@@ -195,6 +195,25 @@ class Model:
             kinds = ", ".join(dict.fromkeys(group.kind for group in self.layers))
             raise InputError(f"{self.name} has no layers of kind {kind!r}", hint=f"choose one of {kinds}")
         return max(sizes)
+
+
+@compiled
+def kv_bytes_each(
+    tokens: int,
+    cached_tokens: IntArray,
+    bytes_per_token: float,
+    state_bytes: float,
+    window_tokens: IntArray,
+    window_bytes: FloatArray,
+    nbytes: FloatArray,
+) -> None:
+    """Fill `nbytes` [n] with the bytes to send for a context of `tokens`, `cached_tokens` [n] of which the receiver
+    caches. `window_bytes` [w] are sent for each of at most `window_tokens` [w] tokens."""
+    for i in range(len(nbytes)):
+        new = max(tokens - cached_tokens[i], 0)
+        nbytes[i] = new * bytes_per_token + state_bytes
+        for w in range(len(window_tokens)):
+            nbytes[i] += min(new, window_tokens[w]) * window_bytes[w]
 
 
 def _check_tp(tp: int) -> None:

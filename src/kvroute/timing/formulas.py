@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvroute.timing.kernels import linear_each_s
+from kvroute.compiled import compiled
 from kvroute.types import (
     DecodeSpec,
     FloatArray,
@@ -92,6 +92,13 @@ def prefill_each_s(time: PrefillTime, tokens: int, cached_tokens: IntArray) -> F
     cached = cached_tokens.tolist()
     known = {count: time.seconds(tokens, count) for count in set(cached)}
     return np.array([known[count] for count in cached])
+
+
+@compiled
+def linear_each_s(base_s: float, per_token_s: float, tokens: int, cached_tokens: IntArray, seconds: FloatArray) -> None:
+    """Fill `seconds` [n] for a prompt of `tokens` with `cached_tokens` [n] of them cached."""
+    for i in range(len(seconds)):
+        seconds[i] = base_s + per_token_s * max(tokens - cached_tokens[i], 0)
 
 
 def tokens_of_step_s(time: PrefillTime, parts: Sequence[tuple[int, int]]) -> float:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvroute_engine import __version__
 from kvroute_engine.agent.agents_pb2 import FromAgent, FromScheduler
 from kvroute_engine.agent.counters import PortCounters
-from kvroute_engine.agent.files import traffic_files
-from kvroute_engine.agent.held import HeldTable
+from kvroute_engine.agent.files import TABLE, TableFile, read_file, replace_file, traffic_files
 from kvroute_engine.agent.messages import METHOD, hello_message, report_message, table_of
-from kvroute_engine.agent.nvlink import fetch_rates
-from kvroute_engine.agent.reports import AgentName, CounterReport
+from kvroute_engine.agent.reports import AgentName, AgentTable, CounterReport
 from kvroute_engine.agent.security import Tls, metadata_of
 from kvroute_engine.errors import InputError
 from kvroute_engine.switch.status import read_status
@@ -37,6 +39,81 @@ _OPTIONS = (
 )
 _WRONG = ("UNAUTHENTICATED", "NOT_FOUND", "FAILED_PRECONDITION", "INVALID_ARGUMENT")
 """Status codes of settings that do not fit the scheduler."""
+_WRITE_S = 1.0
+"""Least time between two writes of the table that only refresh its age."""
+
+
+_NVLINK_OUT, _NVLINK_IN = "DCGM_FI_PROF_NVLINK_TX_BYTES", "DCGM_FI_PROF_NVLINK_RX_BYTES"
+"""Bytes per second of each GPU on the page of dcgm-exporter (DCGM fields 1011 and 1012)."""
+_DCGM_TIMEOUT_S = 2.0
+_DCGM_PAGE_MAX = 4 * 2**20
+
+
+class HeldTable:
+    """The last table of the scheduler, and its age. It stays in its file when scheduler and agent are away."""
+
+    def __init__(self, folder: Path) -> None:
+        """Begin with the table in the folder, if there is one."""
+        self._path = folder / TABLE
+        self._table = read_file(self._path, TableFile)
+        self._written_unix_s = self._table.received_unix_s if self._table is not None else 0.0
+
+    @property
+    def version(self) -> int:
+        """Version of the table; 0: there is none."""
+        return self._table.version if self._table is not None else 0
+
+    def age_s(self, now_unix_s: float) -> float | None:
+        """Return the time since the scheduler last said that the table is current; None without a table."""
+        return None if self._table is None else max(now_unix_s - self._table.received_unix_s, 0.0)
+
+    def receive(self, table: AgentTable, now_unix_s: float) -> None:
+        """Take a table and write it.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._table = TableFile(table.version, now_unix_s, table.groups)
+        self._write(now_unix_s)
+
+    def heartbeat(self, version: int, now_unix_s: float) -> None:
+        """Take a heartbeat; it refreshes the age if it is that of the table.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self._table is None or self._table.version != version:
+            return
+        self._table = TableFile(version, now_unix_s, self._table.groups)
+        if abs(now_unix_s - self._written_unix_s) >= _WRITE_S:
+            self._write(now_unix_s)
+
+    def _write(self, now_unix_s: float) -> None:
+        assert self._table is not None
+        replace_file(self._path, self._table)
+        self._written_unix_s = now_unix_s
+
+
+def nvlink_rates(page: str) -> dict[int, tuple[float, float]]:
+    """Return the bytes per second out and in of each GPU that dcgm-exporter's page has both of."""
+    found: dict[str, dict[int, float]] = {_NVLINK_OUT: {}, _NVLINK_IN: {}}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            gpu = sample.labels.get("gpu", "")
+            name = sample.name.removesuffix("_total")  # the parser's names of counters
+            if name in found and gpu.isdecimal() and math.isfinite(sample.value) and sample.value >= 0:
+                found[name][int(gpu)] = sample.value
+    sent, received = found[_NVLINK_OUT], found[_NVLINK_IN]
+    return {gpu: (sent[gpu], received[gpu]) for gpu in sorted(sent.keys() & received.keys())}
+
+
+def fetch_rates(url: str) -> dict[int, tuple[float, float]] | None:
+    """Return the rates on the page at a URL; None if it cannot be fetched or read."""
+    try:
+        with urllib.request.urlopen(url, timeout=_DCGM_TIMEOUT_S) as answer:
+            return nvlink_rates(answer.read(_DCGM_PAGE_MAX).decode())
+    except (OSError, ValueError, urllib.error.URLError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)

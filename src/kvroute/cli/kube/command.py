@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,9 +18,11 @@ from kvroute.cli.output import console, print_json, thin_table
 from kvroute.types import InputError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
-    from kvroute.kube.preflight.check import CheckReport
+    from kvroute.kube.discovery.pods import PodReading
+    from kvroute.kube.preflight.check import CheckReport, PickerTarget, PoolReport
     from kvroute.types.discovered import Discovered
 
 app = typer.Typer(no_args_is_help=True, help="Kubernetes: check discovery, and start engines with topology labels.")
@@ -65,8 +70,6 @@ def check(
     Example: [bold]kvroute kube check --namespace llm --constraint rack:required[/bold]
     or [bold]kvroute kube check --pool llm/my-pool[/bold]
     """
-    from kvroute.cli.kube.pool import envoy_reachable
-
     try:
         from kvroute.kube.api.client import Access
         from kvroute.kube.discovery.engines import DiscoverySpec, read_once
@@ -94,7 +97,7 @@ def check(
     level_wanted = wanted.level if wanted else None
     if of_pool:
         found = asyncio.run(read_pool_once(access, options, of_pool["pool"]))
-        reading = envoy_reachable(found.reading)
+        reading = _envoy_reachable(found.reading)
         report = check_report(reading, levels, level_wanted, found.nodes_failure, found.report)
     else:
         listing = asyncio.run(read_once(access, options))
@@ -132,11 +135,9 @@ def run_worker(
 
 
 def _print(report: CheckReport) -> None:
-    from kvroute.cli.kube.pool import print_pool
-
     out = console()
     if report.pool is not None:
-        print_pool(out, report.pool, report.engines)
+        _print_pool(out, report.pool, report.engines)
     if report.engines:
         out.print(_engine_table(report))
         out.print(_level_table(report))
@@ -149,6 +150,50 @@ def _print(report: CheckReport) -> None:
     out.print(f"{len(report.faults)} finding{'s' if len(report.faults) > 1 else ''}:", style="bold red")
     for number, sentence in enumerate(report.faults, start=1):
         out.print(f"{number}. {sentence}", markup=False, highlight=False)
+
+
+def _envoy_reachable(reading: PodReading) -> PodReading:
+    """Return the reading with a finding in place of each engine that `kvroute epp` leaves out."""
+    from kvroute.epp.addresses import address_fault
+    from kvroute.kube.discovery.pods import PodFinding
+
+    hint = "start it without TLS; Envoy adds TLS to engines itself"
+    left_out = tuple(
+        PodFinding(pod=f"engine {engine.name}", effect="left out", field="endpoint", what=fault, hint=hint)
+        for engine in reading.engines
+        if (fault := address_fault(engine.endpoint.url))
+    )
+    kept = tuple(engine for engine in reading.engines if not address_fault(engine.endpoint.url))
+    return replace(reading, engines=kept, findings=(*reading.findings, *left_out))
+
+
+def _print_pool(out: Console, pool: PoolReport, engines: Sequence[Discovered]) -> None:
+    """Print the pool, and how many of its endpoints a picker would choose among."""
+    lines = [
+        ("InferencePool", pool.name),
+        ("selector", f"{pool.selector or '-'} ({pool.pods} pods)"),
+        ("target ports", ", ".join(map(str, pool.target_ports)) or "-"),
+        ("endpoint picker", _picker(pool.picker)),
+        ("endpoints", _endpoints(engines)),
+    ]
+    for name, value in lines:
+        out.print(f"{name + ':':<17}{value}", markup=False, highlight=False, soft_wrap=True)
+    out.print()
+
+
+def _picker(picker: PickerTarget | None) -> str:
+    if picker is None:
+        return "none, so gateways ask no picker"
+    port = "no port" if not picker.port else f"port {picker.port}"
+    target = "" if picker.target_port in (None, picker.port) else f" (target port {picker.target_port})"
+    return f"{picker.kind} {picker.name}, {port}{target}, {picker.failure_mode}"
+
+
+def _endpoints(engines: Sequence[Discovered]) -> str:
+    roles = Counter(engine.role for engine in engines if engine.ready)
+    ready = sum(roles.values())
+    kinds = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
+    return f"{ready} of {len(engines)} ready" + (f": {kinds}" if kinds else "")
 
 
 def _engine_table(report: CheckReport) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
@@ -23,6 +24,7 @@ from kvroute.types import TRAITS, InputError, InputErrors, KvProtocol
 
 if TYPE_CHECKING:
     from kvroute.topology import Cluster
+    from kvroute.topology.drafts.kubernetes_overlay import KubernetesOverlay
 
 app = typer.Typer(
     name="topology", help="Write, check and show a cluster file.", no_args_is_help=True, rich_markup_mode="rich"
@@ -117,7 +119,6 @@ def new(
     Example: [bold]kvroute topology new --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000[/bold]
     or [bold]kvroute topology new --kubernetes --namespace llm --out cluster.yaml[/bold]
     """
-    from kvroute.cli.topology.from_kubernetes import kubernetes_draft
     from kvroute.llm import model as find_model
     from kvroute.topology import parse
     from kvroute.topology.drafts.draft import draft
@@ -139,7 +140,7 @@ def new(
     except InputError as error:
         raise InputError(error.what, where="--nic", hint=error.hint) from None
     if overlay is not None:
-        text = kubernetes_draft(overlay, name, model=model, tp=tp, gpus_per_node=gpus, nic_bytes_per_s=nic_bytes_per_s)
+        text = _kubernetes_draft(overlay, name, model=model, tp=tp, gpus_per_node=gpus, nic_bytes_per_s=nic_bytes_per_s)
     else:
         text = draft(
             name,
@@ -159,6 +160,39 @@ def new(
         problems = [InputError(fault.what, where=_option(fault), hint=fault.hint) for fault in errors.problems]
         raise InputErrors(problems) from None
     _write(text, out)
+
+
+def _kubernetes_draft(
+    overlay: KubernetesOverlay, name: str, *, model: str, tp: int, gpus_per_node: int, nic_bytes_per_s: float
+) -> str:
+    """Return the text of a cluster file; engines that are left out and values to check are listed on stderr.
+
+    Raises:
+        InputError: the extra `kube` is not installed, the API server is not reachable or refuses, or no engine can be
+            used.
+    """
+    from kvroute.topology.drafts.discovered import draft_discovered
+
+    try:
+        from kvroute.kube.api.client import Access
+        from kvroute.kube.discovery.engines import DiscoverySpec, read_once
+        from kvroute.kube.preflight.gateway import check_access
+    except ImportError as error:
+        raise InputError(f"{error.name} is not installed", hint="pip install 'kvroute[kube]'") from None
+    given = overlay.given
+    access = Access(None if given.kubeconfig is None else Path(given.kubeconfig), given.context)
+    options = DiscoverySpec("" if given.namespace == "*" else given.namespace, given.selector)
+    asyncio.run(check_access(access, options))
+    listing = asyncio.run(read_once(access, options))
+    reading, failure = listing.reading, listing.nodes_failure
+    text, refused = draft_discovered(
+        name, reading.engines, model=model, tp=tp, gpus_per_node=gpus_per_node, nic_bytes_per_s=nic_bytes_per_s
+    )
+    tell([finding.sentence for finding in reading.findings])
+    tell([f"{failure}; places come from labels of pods alone"] if failure else [])
+    tell([f"{engine.name}: it is not ready" for engine in reading.engines if not engine.ready])
+    tell([f"{engine}: it is left out: {why}" for engine, why in sorted(refused.items())])
+    return text
 
 
 def _write(text: str, out: Path | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import msgspec
@@ -9,14 +10,49 @@ import numpy as np
 
 from kvroute.control.learning.observed_delays import ObservedDelays
 from kvroute.control.state.kernels import work_ahead
-from kvroute.control.state.prompt_share import PromptShare
 from kvroute.control.state.slow_start import SlowStart
 from kvroute.llm import Model
+from kvroute.policies.foresight.sight import RECENT_S, recent_s
 from kvroute.timing import PrefillTime, prefill_each_s
 from kvroute.types import BoolArray, Candidates, FloatArray, Instance, IntArray, Request, TimingSpec
 
 _MEAN_WEIGHT = 0.1
 """Weight of the newest booking in the mean prefill time, which prices the requests of other routers."""
+_SHARE_MAX = 0.9
+"""Upper bound of a share: with more, decodes beside the prompts would hardly advance."""
+
+
+@dataclass(slots=True)
+class PromptShare:
+    """Booked seconds of n instances, fading exponentially, as a share of the time in which they fade."""
+
+    work_s: FloatArray
+    since_s: float = -1.0
+    """Time of the first prompt; below 0: there was none."""
+    at_s: FloatArray = field(init=False)
+    """Time at which each `work_s` was booked last."""
+
+    def __post_init__(self) -> None:
+        self.at_s = np.zeros(len(self.work_s))
+
+    def add(self, position: int, at: float, seconds: float) -> None:
+        """Count a prompt that is booked on an instance."""
+        if self.since_s < 0:
+            self.since_s = at
+        faded = math.exp(min(float(self.at_s[position]) - at, 0.0) / RECENT_S)
+        self.work_s[position] = float(self.work_s[position]) * faded + seconds
+        self.at_s[position] = at
+
+    def share(self, at: float) -> FloatArray:
+        """Return the share of each instance, 0 to 0.9, [n]. Changes nothing."""
+        faded: FloatArray = self.work_s * np.exp(np.minimum(self.at_s - at, 0.0) / RECENT_S)
+        faded /= recent_s(self.since_s, at)
+        return np.minimum(faded, _SHARE_MAX)
+
+    def take_over(self, old: PromptShare, here: IntArray, there: IntArray) -> None:
+        """Continue with the shares of the instances that stay: at `there` before, at `here` now."""
+        self.work_s[here], self.at_s[here] = old.work_s[there], old.at_s[there]
+        self.since_s = old.since_s
 
 
 @dataclass(slots=True)

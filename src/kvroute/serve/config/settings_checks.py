@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from kvroute.http.headers import OUR_OWN
@@ -14,8 +14,7 @@ from kvroute.serve.api.passthrough_paths import passthrough_fault
 from kvroute.serve.config.autoscaling_checks import autoscaling_faults
 from kvroute.serve.config.field_types import LogSize
 from kvroute.serve.config.offload_checks import offload_faults
-from kvroute.serve.config.replication_checks import replication_faults
-from kvroute.serve.config.service_class_checks import service_class_faults
+from kvroute.serve.config.service_classes import DEFAULT_CLASS
 from kvroute.serve.config.settings import SECTION, GatewaySettings, TlsSettings
 from kvroute.topology import FileError
 from kvroute.topology.place import port_fault
@@ -27,6 +26,9 @@ SECRET_MIN = 16
 """Minimum length of a secret in characters."""
 _KEY = re.compile(r"[!-~]+")
 """Characters that a header can contain without escaping."""
+_BEATS = 4
+"""Number of reports per lease, at least; see `Replica`."""
+_PASSWORD = re.compile(r"^[a-z]+://[^/?#\s]*:[^/?#\s]*@|[?&]password=")
 
 
 def settings_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, str] | None) -> Iterator[InputError]:
@@ -37,7 +39,7 @@ def settings_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[st
     yield from _log_faults(settings, lines)
     yield from offload_faults(settings, lines)
     yield from autoscaling_faults(settings, lines)
-    yield from replication_faults(settings, lines, environ)
+    yield from _replication_faults(settings, lines, environ)
     if environ is not None:
         yield from _file_faults(settings, lines)
     yield from _key_faults(settings, lines, environ)
@@ -130,6 +132,35 @@ def _oracle_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErro
         yield lines.error(what, (*key, "prometheus"), hint)
 
 
+def _replication_faults(
+    settings: GatewaySettings, lines: Lines, environ: Mapping[str, str] | None
+) -> Iterator[FileError]:
+    """Yield every fault of the section that its types do not show; `environ` as for `preflight.deployment_of`."""
+    section, key = settings.replication, (SECTION, "replication")
+    if section is None:
+        return
+    if _PASSWORD.search(section.redis):
+        hint = "leave it out of the URL and write `password_env: VARIABLE` or `password_file: PATH`"
+        yield lines.error("the URL contains a password", (*key, "redis"), hint)
+    if section.password_env is not None and section.password_file is not None:
+        what = "both `password_env` and `password_file` are given"
+        yield lines.error(what, (*key, "password_file"), "leave one of them out")
+    if _BEATS * section.flush_s > section.lease_s:
+        what = f"`flush` ({section.flush_s:g} s) is longer than a quarter of `lease` ({section.lease_s:g} s)"
+        yield lines.error(what, (*key, "flush"), "make it shorter, e.g. `5 ms`")
+    if settings.cache_salt != "none" and settings.cache_salt_secret_env is None:
+        hint = "add `cache_salt_secret_env`, with the same secret for all gateways"
+        yield lines.error("each gateway would use other salts, and none would find another's prefixes", key, hint)
+    if environ is None:
+        return
+    if section.password_env is not None and not environ.get(section.password_env):
+        what = f"the environment variable {section.password_env} is not set"
+        yield lines.error(what, (*key, "password_env"), f"export {section.password_env}=...")
+    if section.password_file is not None and not Path(section.password_file).is_file():
+        what = f"there is no file {section.password_file}"
+        yield lines.error(what, (*key, "password_file"), "paths are relative to the cluster file")
+
+
 def _file_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
     tokenizer, events = settings.prompt.tokenizer, settings.log.events
     named: dict[Key, str] = {} if tokenizer is None else {("tokenizer",): tokenizer}
@@ -193,7 +224,7 @@ def _key_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, s
         if name not in keys.names:
             hint = nearest(name, keys.names) or "there are no keys: add `file` or `known`"
             yield lines.error(f"there is no key {name!r}", (SECTION, "keys", "tenants", name), hint)
-    yield from service_class_faults(settings, keys.names, lines)
+    yield from _service_class_faults(settings, keys.names, lines)
     yield from _salt_faults(settings, keys.required, lines, environ)
     variable, key = settings.upstream_key_env, (SECTION, "upstream_key_env")
     if variable is not None and not keys.required:
@@ -204,6 +235,32 @@ def _key_faults(settings: GatewaySettings, lines: Lines, environ: Mapping[str, s
     elif variable is not None and environ is not None and not _KEY.fullmatch(environ[variable]):
         what = f"the environment variable {variable} contains a character that is not valid in a key"
         yield lines.error(what, key, "set it to the key alone: printable ASCII characters without spaces")
+
+
+def _service_class_faults(settings: GatewaySettings, keys: Collection[str], lines: Lines) -> Iterator[FileError]:
+    """Yield every fault. Args: `keys`: names of all keys."""
+    for key, name in settings.keys.classes.items():
+        place = (SECTION, "keys", "classes", key)
+        if key not in keys:
+            hint = nearest(key, sorted(keys)) or "there are no keys: add `file` or `known`"
+            yield lines.error(f"there is no key {key!r}", place, hint)
+        known = name in settings.classes or name == DEFAULT_CLASS
+        if not known and lines.sure(SECTION, "classes", name, whole=True):  # otherwise the class itself has a fault
+            hint = nearest(name, sorted(settings.classes)) or f"add it: `classes: {{{name}: {{...}}}}`"
+            yield lines.error(f"there is no class {name!r}", place, hint)
+    for name, found in settings.classes.items():
+        section = (SECTION, "classes", name)
+        if found.rated and not keys:
+            field = "requests_per_minute" if found.requests_per_minute is not None else "tokens_per_minute"
+            what = "rates are limited for each API key, but none are configured"
+            yield lines.error(what, (*section, field), "add `keys`, or leave the rate out")
+        if found.priority_max is not None and found.priority_max < found.priority:
+            what = f"`priority_max` ({found.priority_max}) is below `priority` ({found.priority})"
+            yield lines.error(what, (*section, "priority_max"), f"give {found.priority} or more, or leave it out")
+        slo = found.slo
+        if slo is not None and slo.ttft_s is None and not slo.header:
+            what = "the section `slo` sets no limit"
+            yield lines.error(what, (*section, "slo"), "add `ttft: 2 s`, or `header: true`")
 
 
 def _salt_faults(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvroute.http.client.callbacks import weakly
 from kvroute.http.client.poller import PollSpec
@@ -13,11 +13,49 @@ from kvroute.serve.engines.servers import Servers
 from kvroute.serve.observe.logs import log_event
 from kvroute.serve.proxy.runtime import ClusterRuntime, same_engine
 from kvroute.serve.telemetry.kv_events import KvEvents
-from kvroute.serve.telemetry.link_events import LinkEvents
 from kvroute.serve.telemetry.prometheus import PrometheusSource
 from kvroute.serve.telemetry.push import read_push
 from kvroute.serve.telemetry.scrape import Scraper
-from kvroute.types import Endpoint, Event, InputError, TransferMeasured
+from kvroute.serve.wan.tcp_links import TcpSample
+from kvroute.types import CROSS_DATACENTER, CongestionMeasured, Endpoint, Event, InputError, TransferMeasured
+
+
+class LinkEvents:
+    """Emits events on the outgoing KV connections of one cluster's prefill instances."""
+
+    def __init__(self, runtime: ClusterRuntime) -> None:
+        self._runtime = runtime
+        self._others = 0.0
+        """Value that was last emitted."""
+
+    def seen(self, source: str, links: Sequence[TcpSample]) -> None:
+        """Take new samples of the connections on which an instance sends KV."""
+        runtime = self._runtime
+        now = runtime.now()
+        for link in links:
+            if link.backlogged and link.arrived_bytes and link.target in runtime.engines:
+                # The event describes one transfer; the core accounts for the others in progress.
+                kv_bytes = link.arrived_bytes / max(self._crossing(source, link.target), 1)
+                runtime.on_telemetry(
+                    TransferMeasured(now, source, link.target, kv_bytes, link.seconds, measured_by="tcp")
+                )
+        if runtime.wan_paths is not None:
+            runtime.wan_paths.links_seen(source, links, now)
+            self._congestion(runtime.wan_paths.others(now), now)
+
+    def _crossing(self, source: str, target: str) -> int:
+        """Return the number of own transfers in progress between two instances."""
+        return sum(request.transfers(source, target) for request in self._runtime.requests.values())
+
+    def _congestion(self, others: float | None, now: float) -> None:
+        """Emit others' share of the WAN paths, and 0 once when it ends; operator telemetry is more complete and
+        replaces it."""
+        oracle = self._runtime.settings.oracle
+        if others is None or oracle.source != "static" or not oracle.separates_own_traffic:
+            return
+        if others or self._others:
+            self._runtime.on_telemetry(CongestionMeasured(now, (0.0,) * CROSS_DATACENTER + (others,)))
+        self._others = others
 
 
 class Collectors:
