@@ -191,8 +191,10 @@ def test_unknown_names_and_parameters_are_rejected_with_a_hint() -> None:
         decode_policy("net-kv")
     with pytest.raises(InputError, match="known: round-robin, load-aware"):
         decode_policy("?")
+    with pytest.raises(InputError, match=r"load_weigth: .*; did you mean 'load_weight'"):
+        decode_policy("cla", load_weigth=1.0)
     with pytest.raises(InputError, match="it takes cache_weight, load_weight"):
-        decode_policy("cla", weight=1.0)
+        decode_policy("cla", alpha=1.0)
     with pytest.raises(InputError, match="it takes none"):
         decode_policy("netkv", alpha=1.0)
     with pytest.raises(InputError, match="give a number"):

@@ -43,7 +43,8 @@ def file_json_schema(kind: type[msgspec.Struct], title: str, sections: Mapping[s
 def _schema(kind: types.Type, definitions: dict[str, Schema]) -> Schema:
     match kind:
         case types.Metadata():
-            return _schema(kind.type, definitions) | (kind.extra_json_schema or {})
+            extra = kind.extra_json_schema or {}
+            return dict(extra) if "anyOf" in extra else _schema(kind.type, definitions) | extra
         case types.StructType():
             return _reference(kind, definitions)
         case types.CustomType():

@@ -15,7 +15,7 @@ from kvroute.policies.foresight.joint import ForesightJoint, JointPath, Pair
 from kvroute.policies.foresight.links import LinkModel
 from kvroute.policies.foresight.policy import Foresight
 from kvroute.policies.foresight.sight import NetworkView, TierLearned
-from kvroute.policies.foresight.spec import NO_BOUND, ForesightSpec
+from kvroute.policies.foresight.spec import NO_BOUND, TARGETS, ForesightSpec
 from kvroute.policies.names import (
     DECODE_POLICIES,
     DECODE_USES,
@@ -43,6 +43,7 @@ __all__ = [
     "FORESIGHT_POLICIES",
     "NO_BOUND",
     "PREFILL_POLICIES",
+    "TARGETS",
     "AggregatedCandidates",
     "AggregatedChoice",
     "AggregatedOffer",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Protocol, TypeVar
@@ -256,18 +256,25 @@ def netkv_topo() -> NetKV:
 
 
 def policy_of(
-    policies: Mapping[str, Callable[..., Policy]], kind: str, name: str, parameters: Mapping[str, Any]
+    policies: Mapping[str, Callable[..., Policy]],
+    kind: str,
+    name: str,
+    parameters: Mapping[str, Any],
+    unused: Set[str] = frozenset(),
 ) -> Policy:
-    """Look up a policy and build it. The InputError for a wrong name or parameter lists the right ones."""
+    """Look up a policy and build it. The InputError for a wrong name or parameter lists the right ones. Args: `unused`:
+    parameters of the function that builds it, which this policy does not have."""
     if name not in policies:
         near = get_close_matches(name, policies, 1, cutoff=0.5)
         hint = (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(policies)}"
         raise InputError(f"unknown {kind} {name!r}", hint=hint)
-    accepted = list(inspect.signature(policies[name]).parameters)
+    accepted = [parameter for parameter in inspect.signature(policies[name]).parameters if parameter not in unused]
     for parameter, value in parameters.items():
         if parameter not in accepted:
-            hint = f"it takes {', '.join(accepted)}" if accepted else "it takes none"
-            raise InputError(f"{kind} {name!r} has no parameter {parameter!r}", hint=hint)
+            near = get_close_matches(parameter, accepted, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(accepted) or 'none'}"
+            raise InputError(f"{kind} {name!r} has no parameter {parameter!r}", where=parameter, hint=hint)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InputError(f"{parameter} of {kind} {name!r} is {value!r}", hint="give a number")
+            what = f"{parameter} of {kind} {name!r} is {value!r}"
+            raise InputError(what, where=parameter, hint="give a number")
     return policies[name](**parameters)

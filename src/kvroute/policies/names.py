@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import TypeVar
 
 import msgspec
@@ -22,7 +22,7 @@ from kvroute.policies.decode import (
 )
 from kvroute.policies.foresight.joint import PairingForesight
 from kvroute.policies.foresight.policy import Foresight
-from kvroute.policies.foresight.spec import ForesightSpec
+from kvroute.policies.foresight.spec import PAIRING_ONLY, SIMULATION_ONLY, ForesightSpec
 from kvroute.policies.soft_topology import SoftTopology
 from kvroute.policies.storage.balanced import BalancedTokens
 
@@ -39,6 +39,12 @@ FORESIGHT_POLICIES: dict[str, Callable[[ForesightSpec], Foresight]] = {
     "foresight-joint": PairingForesight,
 }
 """Variants of foresight by name."""
+_UNUSED: dict[str, Set[str]] = {
+    "foresight": PAIRING_ONLY,
+    "foresight-closed": PAIRING_ONLY | SIMULATION_ONLY,
+    "foresight-joint": frozenset(),
+}
+"""Fields of `ForesightSpec` without an effect on a variant, which are no parameters of it."""
 
 DECODE_POLICIES: dict[str, Callable[..., DecodePolicy]] = {
     "round-robin": RoundRobin,
@@ -79,8 +85,7 @@ def decode_policy(name: str, **parameters: float) -> DecodePolicy:
     """Return the decode policy with this name.
 
     `cla` takes `cache_weight` and `load_weight`, `dualpath` takes `balance`, `soft-topology` takes
-    `kv_transfer_weight`; the foresight policies take the fields of
-    `ForesightSpec`.
+    `kv_transfer_weight`; the foresight policies take the fields of `ForesightSpec` that have an effect on them.
 
     Raises:
         InputError: unknown name or parameter, or a parameter out of bounds.
@@ -93,15 +98,17 @@ def decode_policy(name: str, **parameters: float) -> DecodePolicy:
 def known_parameters(name: str, parameters: Mapping[str, Value]) -> dict[str, Value]:
     """Return those of the parameters that the decode policy with this name has; none if there is no such policy."""
     kind = ForesightSpec if name in FORESIGHT_POLICIES else DECODE_POLICIES.get(name)
-    accepted = inspect.signature(kind).parameters if kind is not None else ()
+    accepted = set(inspect.signature(kind).parameters if kind is not None else ()) - _UNUSED.get(name, frozenset())
     return {parameter: value for parameter, value in parameters.items() if parameter in accepted}
 
 
 def foresight_policy(name: str, **parameters: float) -> Foresight:
-    """Return the variant of foresight with this name; parameters are the fields of `ForesightSpec`.
+    """Return the variant of foresight with this name; parameters are the fields of `ForesightSpec` that have an effect
+    on it.
 
     Raises:
         InputError: unknown name or parameter, or a parameter out of bounds.
     """
-    spec = policy_of(dict.fromkeys(FORESIGHT_POLICIES, ForesightSpec), "decode policy", name, parameters)
+    unused = _UNUSED.get(name, frozenset())
+    spec = policy_of(dict.fromkeys(FORESIGHT_POLICIES, ForesightSpec), "decode policy", name, parameters, unused)
     return FORESIGHT_POLICIES[name](spec)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -41,6 +41,8 @@ _CLUSTER_BEGINS = "begin with `name: my-cluster`, `nodes:` and `instances:`"
 
 Overlay: TypeAlias = Callable[[dict[str, object]], dict[str, object]]
 """Returns the plain values of a file with those of the command line."""
+Short: TypeAlias = Callable[[object, Lines], tuple[object, Lines, list[FileError]]]
+"""Returns the plain value of a section without short forms, its lines with the values that this moved, and faults."""
 
 
 def read_document(
@@ -70,7 +72,7 @@ def read_section(text: str, source: str, key: str, kind: type[T]) -> tuple[T, Li
 
 
 def salvage_section(
-    text: str, source: str, key: str, kind: type[T], short: Callable[[object], object] = lambda value: value
+    text: str, source: str, key: str, kind: type[T], short: Short = lambda value, lines: (value, lines, [])
 ) -> tuple[T, Lines, list[FileError]]:
     """Read as `read_section` does, as far as possible; return also every fault of the section's form. Args: `short`
     replaces short forms of the section's plain value.
@@ -82,7 +84,8 @@ def salvage_section(
     inside = [fault for fault in found if fault.field == key or fault.field.startswith((f"{key}.", f"{key}["))]
     if key not in value and not inside:
         return kind(), lines, []
-    return _salvaged(short(value.get(key)), kind, (key,), lines, inside)
+    section, lines, faults = short(value.get(key), lines)
+    return _salvaged(section, kind, (key,), lines, inside + faults)
 
 
 def read_mapping(text: str, source: str, kind: type[T], begin: str) -> tuple[T, Lines]:
@@ -167,7 +170,7 @@ def _salvaged(
             raise InputErrors([FileError(other[0], source=lines.source, line=1, field="", hint=other[1])]) from None
         known = {(fault.line, fault.field) for fault in found}
         wrong = list(form_faults(value, kind, key, lines))
-        if _read_as_numbers(value, key, lines.numbers, {fault.field for fault in wrong}):
+        if _read_as_numbers(value, key, lines, {fault.field for fault in wrong}):
             return _salvaged(value, kind, key, replace(lines, numbers={}), found)
         found = found + [fault for fault in wrong if (fault.line, fault.field) not in known]
         found = found or [lines.error(str(error), key)]
@@ -175,15 +178,16 @@ def _salvaged(
     return result, replace(lines, unread_keys=unread_keys), sorted(found, key=lambda fault: (fault.line, fault.field))
 
 
-def _read_as_numbers(value: object, base: Key, numbers: Mapping[Key, float], wrong: Set[str]) -> bool:
+def _read_as_numbers(value: object, base: Key, lines: Lines, wrong: Set[str]) -> bool:
     """Replace text by the number that it is, in the fields that are `wrong` as text; return whether there was any.
     Elsewhere the same text may be a name. Args: `base`: the key of `value`."""
-    found = [key for key in numbers if key[: len(base)] == base and len(key) > len(base) and field_text(key) in wrong]
+    inside = [key for key in lines.numbers if key[: len(base)] == base and len(key) > len(base)]
+    found = [key for key in inside if field_text(lines.written(key)) in wrong]
     for key in found:
         parent: Any = value
         for part in key[len(base) : -1]:
             parent = parent[part]
-        parent[key[-1]] = numbers[key]
+        parent[key[-1]] = lines.numbers[key]
     return bool(found)
 
 

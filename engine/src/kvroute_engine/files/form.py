@@ -46,6 +46,8 @@ class Lines:
     """With an expanded file: the index in the file of each of its instances; empty: the same."""
     numbers: Mapping[Key, float] = field(default_factory=dict)
     """Plain text that is a number in YAML 1.2 and not in YAML 1.1, such as 1e9, by its key."""
+    moved: Mapping[Key, Key] = field(default_factory=dict)
+    """Key in the file of each value that was moved before it was read."""
 
     def sure(self, *pattern: str | int, whole: bool = False) -> bool:
         """Return True if the value at a key (`*`: any index or name) was read; `whole`: with everything below it."""
@@ -66,7 +68,9 @@ class Lines:
         return FileError(what, source=self.source, line=self._line(key), field=field_text(key), hint=hint)
 
     def written(self, key: Key) -> Key:
-        """Return the key in the file of a key of the expanded file."""
+        """Return the key in the file of a key of the expanded file, or of a value that was moved."""
+        if key in self.moved:
+            return self.moved[key]
         index = key[1] if len(key) > 1 and key[0] == "instances" else None
         if not isinstance(index, int) or index >= len(self.written_at):
             return key

@@ -10,6 +10,23 @@ from kvroute.types import InputError
 
 NO_BOUND = 1e9
 """Value of `token_delay_max` beyond which no delay is."""
+TARGETS = ("tpot", "ttft")
+"""Parameters that are times although their names have no unit."""
+PAIRING_ONLY = frozenset(
+    (
+        "arrival_load_weight",
+        "joint_width",
+        "joint_reach",
+        "aggregated",
+        "delay_weight",
+        "token_delay_max",
+        "token_delay_price",
+        "ttft",
+    )
+)
+"""Parameters of the choice at arrival, which only `foresight-joint` makes."""
+SIMULATION_ONLY = frozenset(("width", "near_max"))
+"""Parameters of the fluid model, which `foresight-closed` does not use."""
 
 
 class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,12 +147,14 @@ class ForesightSpec(msgspec.Struct, frozen=True, kw_only=True):
                 where="factor_min",
                 hint="use factor_min <= 1 <= factor_max",
             )
-        if not (self.remembered < 1 and 0 < self.left_floor_share < 1 and self.arrival_load_weight <= 1):
-            raise InputError(
-                "remembered, left_floor_share or arrival_load_weight is not a share",
-                where="foresight",
-                hint="use below 1",
-            )
+        shares = {
+            "remembered": (self.remembered < 1, "below 1"),
+            "left_floor_share": (0 < self.left_floor_share < 1, "above 0 and below 1"),
+            "arrival_load_weight": (self.arrival_load_weight <= 1, "1 or less"),
+        }
+        for name, (fits, wanted) in shares.items():
+            if not fits:
+                raise InputError(f"{getattr(self, name)} is out of range", where=name, hint=f"use {wanted}")
         if self.aggregated > 2:
             raise InputError(f"{self.aggregated} is not 0, 1 or 2", where="aggregated", hint="see docs/policies.md")
         if not -math.inf < self.late_log <= 0:

@@ -28,6 +28,7 @@ from kvroute.serve.config.field_types import (
     Number,
     PassthroughPath,
     Path,
+    PolicyName,
     PolicyParameter,
     Port,
     Query,
@@ -292,9 +293,10 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
 
     listen: ListenSettings = ListenSettings()
     admin: AdminSettings = AdminSettings()
-    policy: str = DEFAULT_DECODE_POLICY
+    policy: PolicyName = DEFAULT_DECODE_POLICY
+    """The decode policy, or a mapping of its `name` and its parameters."""
     parameters: dict[str, PolicyParameter] = field(default_factory=dict)
-    """Parameters of the policy: numbers, or times such as "50 ms"."""
+    """Parameters of the policy: numbers, or times such as "50 ms". Targets need a unit."""
     shadow: str = ""
     """A second decode policy that is evaluated at every decision without acting on it; empty: none."""
     prefill: str = "cache-aware"

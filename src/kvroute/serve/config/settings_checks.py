@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from kvroute.http.headers import OUR_OWN
-from kvroute.policies import DECODE_POLICIES, TopologyConstraint, decode_policy, prefill_policy
+from kvroute.policies import DECODE_POLICIES, TopologyConstraint, decode_policy, known_parameters, prefill_policy
 from kvroute.serve.api.api_keys import Keys
 from kvroute.serve.api.passthrough_paths import passthrough_fault
 from kvroute.serve.config.autoscaling_checks import autoscaling_faults
-from kvroute.serve.config.field_types import LogSize
+from kvroute.serve.config.field_types import LogSize, PolicyParameter, policy_parameter
 from kvroute.serve.config.offload_checks import offload_faults
 from kvroute.serve.config.service_classes import DEFAULT_CLASS
 from kvroute.serve.config.settings import SECTION, GatewaySettings, TlsSettings
@@ -77,18 +77,19 @@ def _address_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErr
 
 
 def _policy_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
-    try:
-        decode_policy(settings.policy, **settings.policy_parameters())
-    except InputError as error:
-        place: tuple[str, ...] = (SECTION, "parameters" if settings.policy in DECODE_POLICIES else "policy")
-        if error.where in settings.parameters:
-            place += (error.where,)
-        yield lines.error(error.what, place, error.hint)
+    if settings.policy not in DECODE_POLICIES:
+        yield from _policy_fault(settings.policy, {}, lines, (SECTION, "policy"))
+    else:
+        key = (SECTION, "parameters")
+        each = settings.parameters.items()
+        faults = [
+            fault
+            for name, value in each
+            for fault in _policy_fault(settings.policy, {name: value}, lines, (*key, name))
+        ]
+        yield from faults or _policy_fault(settings.policy, settings.parameters, lines, key)
     if settings.shadow:
-        try:
-            decode_policy(settings.shadow)
-        except InputError as error:
-            yield lines.error(error.what, (SECTION, "shadow"), error.hint)
+        yield from _policy_fault(settings.shadow, {}, lines, (SECTION, "shadow"))
     try:
         prefill_policy(settings.prefill)
     except InputError as error:
@@ -98,6 +99,18 @@ def _policy_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileErro
             TopologyConstraint.parse(settings.constraint)
         except InputError as error:
             yield lines.error(error.what, (SECTION, "constraint"), error.hint)
+
+
+def _policy_fault(
+    policy: str, parameters: Mapping[str, PolicyParameter], lines: Lines, key: Key
+) -> Iterator[FileError]:
+    """Yield the fault at `key` if there is no policy with this name and these parameters."""
+    own = known_parameters(policy, parameters)
+    try:
+        numbers = {name: policy_parameter(name, value) for name, value in own.items()}
+        decode_policy(policy, **(dict.fromkeys(parameters, 0.0) | numbers))
+    except InputError as error:
+        yield lines.error(error.what, key, error.hint)
 
 
 def _prompt_faults(settings: GatewaySettings, lines: Lines) -> Iterator[FileError]:
