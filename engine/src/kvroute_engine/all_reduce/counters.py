@@ -101,7 +101,7 @@ class AllReduceCounters:
         lines = []
         for (name, what), counts in zip(_HELP, (self.calls, self.nbytes, dict(self.fallbacks)), strict=True):
             lines += [f"# HELP {name} {what}", f"# TYPE {name} counter"]
-            lines += [f'{name}{{rank="{self.rank}",scheme="{each}"}} {counts[each]}' for each in sorted(counts)]
+            lines += [f'{name}{{rank="{self.rank}",scheme="{scheme}"}} {counts[scheme]}' for scheme in sorted(counts)]
         for (name, what), value in self._gauges().items():
             lines += [f"# HELP {name} {what}", f"# TYPE {name} gauge", f'{name}{{rank="{self.rank}"}} {value}']
         return "\n".join(lines) + "\n"

@@ -78,8 +78,8 @@ class Operations:
         with self._lock:
             if generation > self._current:
                 # The last operation of the generation before may be incomplete on other ranks, no older one.
-                keep = {self._current, *(each for each in self._generations if each >= generation)}
-                self._generations = {each: self._generations[each] for each in keep}
+                keep = {self._current, *(number for number in self._generations if number >= generation)}
+                self._generations = {number: self._generations[number] for number in keep}
                 self._current = generation
             own = self._generations.setdefault(generation, _Generation())
             own.begun += 1

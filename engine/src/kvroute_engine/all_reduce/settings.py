@@ -138,6 +138,6 @@ def local_ranks(ranks_per_server: Sequence[int], rank: int) -> tuple[range, rang
 
     All servers have equally many ranks.
     """
-    each, ranks = ranks_per_server[0], sum(ranks_per_server)
-    first = rank // each * each
-    return range(first, first + each), range(rank % each, ranks, each)
+    per_server, ranks = ranks_per_server[0], sum(ranks_per_server)
+    first = rank // per_server * per_server
+    return range(first, first + per_server), range(rank % per_server, ranks, per_server)

@@ -287,7 +287,7 @@ def start_table(
 
 
 def _addresses(exchange: Exchange, own: Address) -> list[Address]:
-    return [unpacked(each) for each in exchange(packed(own))]
+    return [unpacked(address) for address in exchange(packed(own))]
 
 
 def packed(address: Address) -> bytes:

@@ -129,7 +129,7 @@ class TorchAllReduce:
         client = AggregationClient(settings.switch_address, job, number, len(members), settings.slots)
         key = _exchange(group, new_key(), len(members))[0]
         peers = RankPeers(operations, settings.host, key)
-        addresses = [unpacked(each) for each in _exchange(group, packed(peers.address), len(members))]
+        addresses = [unpacked(address) for address in _exchange(group, packed(peers.address), len(members))]
         peers.connect([address for at, address in enumerate(addresses) if at != number])
         return SwitchedSums(client, operations, peers, float(settings.timeout))
 
@@ -222,7 +222,7 @@ def _exchange(group: Group, own: bytes, ranks: int) -> list[bytes]:
     given = torch.tensor(list(own), dtype=torch.uint8, device=device)
     gathered = torch.empty(ranks * len(own), dtype=torch.uint8, device=device)
     group._allgather_base(gathered, given).wait()
-    return [bytes(each.tolist()) for each in gathered.reshape(ranks, -1)]
+    return [bytes(row.tolist()) for row in gathered.reshape(ranks, -1)]
 
 
 def counters_of(settings: Settings, rank: int) -> AllReduceCounters:

@@ -85,6 +85,6 @@ class StoreLocation:
             raise StoreError(
                 f"{scheme}:// is not a known kind of store",
                 where=self.text,
-                hint=f"write a folder, or a URL that begins with {', '.join(f'{each}://' for each in _SCHEMES)}",
+                hint=f"write a folder, or a URL that begins with {', '.join(f'{known}://' for known in _SCHEMES)}",
             )
         return scheme

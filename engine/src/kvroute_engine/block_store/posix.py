@@ -87,8 +87,8 @@ class PosixStore:
     def read(self, keys: Sequence[bytes], layers: range, into: memoryview) -> int:
         """Read layers of blocks into a buffer; return the number of leading blocks read. See `BlockStore`."""
         parts = self._codec.slices(keys, layers, into)
-        each = self._pool.map if len(keys) > 1 else map
-        done = list(each(lambda key, part: self._read(key, layers, part), keys, parts))
+        map_parts = self._pool.map if len(keys) > 1 else map
+        done = list(map_parts(lambda key, part: self._read(key, layers, part), keys, parts))
         return done.index(False) if False in done else len(keys)
 
     def write(self, key: bytes, parent: bytes, block: memoryview) -> bool:

@@ -163,7 +163,10 @@ class KvrouteConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for request_id in scheduler_output.preempted_req_ids or ():
             self._plan.preempted(request_id)
         state, before = scheduler_output.kv_connector_block_state, _computed_before(scheduler_output)
-        after = {each: tokens + scheduler_output.num_scheduled_tokens[each] for each, tokens in before.items()}
+        after = {
+            request_id: tokens + scheduler_output.num_scheduled_tokens[request_id]
+            for request_id, tokens in before.items()
+        }
         for request_id, computed in self._plan.watched(after):
             (blocks,) = state.get_block_ids(request_id)
             self._plan.scheduled(request_id, blocks, computed)

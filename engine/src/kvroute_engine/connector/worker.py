@@ -117,8 +117,8 @@ class ConnectorWorker:
         """Allow sending the KV of `layer`, which the model has computed or queued."""
         if self._server and step.computing:
             passed = self._fence()
-            for one in step.computing:
-                self._server.computed(one, self._layers.get(layer, ()), passed)
+            for request in step.computing:
+                self._server.computed(request, self._layers.get(layer, ()), passed)
 
     def ended(self) -> tuple[set[str], set[str]]:
         """Return the requests whose blocks may be freed, and the requests whose pull has ended, successful or not."""

@@ -81,10 +81,10 @@ class SentCounters:
     """Time during which data was in flight, added up over all connections, in microseconds."""
 
     def __add__(self, other: SentCounters) -> SentCounters:
-        return SentCounters(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(SentCounters)))
+        return SentCounters(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(SentCounters)))
 
     def __sub__(self, other: SentCounters) -> SentCounters:
-        return SentCounters(*(getattr(self, one.name) - getattr(other, one.name) for one in fields(SentCounters)))
+        return SentCounters(*(getattr(self, field.name) - getattr(other, field.name) for field in fields(SentCounters)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +204,6 @@ class TcpMonitor:
                 connection.reported = counters
                 samples.setdefault(connection.target, []).append(now)
             found = {target: (counts[target], gauges(samples.get(target, ()))) for target in sorted(counts)}
-            reported = {target: each for target, each in found.items() if each != _REST or target in self._busy}
-            self._busy = {target for target, each in reported.items() if each != _REST}
+            reported = {target: state for target, state in found.items() if state != _REST or target in self._busy}
+            self._busy = {target for target, state in reported.items() if state != _REST}
         return reported
