@@ -77,4 +77,6 @@ def all_seconds(
     """Return the time of an all-reduce with each scheme that the group can use, in the order of `schemes`."""
     found = {scheme: all_reduce(scheme, tensor, cluster, aggregation) for scheme in schemes}
     capacity = cluster.capacity_bytes_per_s
-    return {scheme: seconds(each, capacity, others) for scheme, each in found.items() if each is not None}
+    return {
+        scheme: seconds(collective, capacity, others) for scheme, collective in found.items() if collective is not None
+    }

@@ -119,8 +119,8 @@ def _traffic(cluster: Cluster, index: int, entry: InstanceEntry, own: frozenset[
     count = settings.per_iteration / pp
     slowest = max(stages, key=lambda stage: stage.latency_s)
     whole = Collective(slowest.scheme, tuple(flow for stage in stages for flow in stage.flows), slowest.latency_s)
-    each = tuple(_iteration(cluster, stage, count, own) for stage in stages)
-    return InstanceTraffic(each, _iteration(cluster, whole, settings.per_iteration, own))
+    by_stage = tuple(_iteration(cluster, stage, count, own) for stage in stages)
+    return InstanceTraffic(by_stage, _iteration(cluster, whole, settings.per_iteration, own))
 
 
 def _unusable(scheme: str, name: str, aggregation: Aggregation | None) -> InputError:

@@ -85,7 +85,7 @@ class Booking(msgspec.Struct, gc=False):
 
     def exclude(self, index: int) -> None:
         """Record that this instance has failed the request."""
-        failed = [each for each in self.avoid.failed if each != index]
+        failed = [instance for instance in self.avoid.failed if instance != index]
         self.avoid = self.avoid._replace(failed=[*failed, index])
 
     def restrict_to(self, instances: Sequence[Instance]) -> None:

@@ -99,13 +99,13 @@ def next_cluster(
         if rest.pop(name, None) is None:
             raise InputError(f"{name} is not a discovered engine", hint="only engines that have joined can leave")
     names = {instance.name for instance in base.instances} | rest.keys()
-    for each in joined:
-        if each.engine.name in names:
-            raise InputError(f"there is already an instance {each.engine.name}", hint="let the engine leave first")
-        names.add(each.engine.name)
-        rest[each.engine.name] = each
+    for joining in joined:
+        if joining.engine.name in names:
+            raise InputError(f"there is already an instance {joining.engine.name}", hint="let the engine leave first")
+        names.add(joining.engine.name)
+        rest[joining.engine.name] = joining
     cluster, earlier = grown(base, rest.values()), parts.cluster
-    new = {each.engine.name for each in joined}
+    new = {joining.engine.name for joining in joined}
     position = {i.name: index for index, i in enumerate(earlier.instances) if i.name not in new}
     before = np.array([position.get(instance.name, -1) for instance in cluster.instances], dtype=np.int64)
     after = np.full(len(earlier.instances), -1, dtype=np.int64)
@@ -158,8 +158,10 @@ def carry_over(old: CoreParts, following: NextCluster, bookings: Mapping[int, Bo
     new = following.parts
     moved = new.view.take_over(old.view, following.before)
     prefill = {name: positions.tolist() for name, positions in moved.prefill.items()}
-    decode = {id(old.view.decode[key]): (new.view.decode[key], each.tolist()) for key, each in moved.decode.items()}
-    decode |= {id(old.view.kept[key]): (new.view.kept[key], each.tolist()) for key, each in moved.kept.items()}
+    decode = {
+        id(old.view.decode[key]): (new.view.decode[key], moved_to.tolist()) for key, moved_to in moved.decode.items()
+    }
+    decode |= {id(old.view.kept[key]): (new.view.kept[key], moved_to.tolist()) for key, moved_to in moved.kept.items()}
     for booking in bookings.values():
         if booking.prefill >= 0:
             booking.prefill = prefill[booking.model][booking.prefill]

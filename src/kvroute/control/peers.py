@@ -123,7 +123,7 @@ class PeerGateways:
             self._restore(instance, role)
         peer.draining.clear()
         self._peers[gateway] = self._peers.pop(gateway)  # the one that was lost last is the last to be forgotten
-        gone = [name for name, each in self._peers.items() if not each.counted]
+        gone = [name for name, other in self._peers.items() if not other.counted]
         for name in gone[: max(len(gone) - _LOST_MAX, 0)]:
             del self._peers[name]
 

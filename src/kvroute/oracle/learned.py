@@ -165,7 +165,7 @@ class LearnedBandwidth:
         for ratios in self._pairs.values():
             for slot in left:
                 ratios.forget(slot)
-        self._company = {pair: each for pair, each in self._company.items() if left.isdisjoint(pair)}
+        self._company = {pair: company for pair, company in self._company.items() if left.isdisjoint(pair)}
 
     def _pair(self, source: int, target: int) -> tuple[int, int]:
         return self._slots.slot(source), self._slots.slot(target)

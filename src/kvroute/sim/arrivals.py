@@ -43,10 +43,10 @@ class Arrivals:
 
     def _begin(self, after: tuple[tuple[int, ...], ...]) -> None:
         self.next_s = FOREVER
-        self._waits_for = [len(each) for each in after]
+        self._waits_for = [len(awaited) for awaited in after]
         for request, awaited in enumerate(after):
-            for one in awaited:
-                self._followers.setdefault(one, []).append(request)
+            for leader in awaited:
+                self._followers.setdefault(leader, []).append(request)
             if not awaited:
                 self._note(0.0, request)
 

@@ -107,4 +107,4 @@ class SimulatedCopies:
             self._router.handle(CopyFinished(self._agenda.now, copy_id, landed))
         self._router.release(held.source)
         self._router.release(held.target)
-        return [number, *(each for each, _ in held.joined)]
+        return [number, *(joined for joined, _ in held.joined)]

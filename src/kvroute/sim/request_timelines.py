@@ -335,9 +335,9 @@ class RequestTimelines:
             return
         self.advance()
         if transfer.is_copy:
-            for each in self._copies.fail(request):
+            for ended in self._copies.fail(request):
                 if transfer.kind == "copy":
-                    self._prefixes.go_without(each)
+                    self._prefixes.go_without(ended)
             return
         source, target = int(self._outcomes.source[request]), int(self._outcomes.target[request])
         self._router.evicted(self._delivery.give_up(request))

@@ -74,7 +74,7 @@ class FleetScaling:
         first = {"prefill": self.settings.prefill, "decode": self.settings.decode}
         members = [(i, _role(instance.role)) for i, instance in enumerate(self.cluster.instances)]
         for role in SCALED_ROLES:
-            most = sum(each == role for _, each in members)
+            most = sum(own == role for _, own in members)
             if not 1 <= first[role] <= most:
                 what = f"{first[role]} {role} instances serve at the start, but the cluster has {most}"
                 raise InputError(what, where="scaling", hint="start with 1 up to as many as the cluster file lists")

@@ -106,8 +106,8 @@ def derive(
     mean.background = np.minimum(period.background + used, 1.0)
     for cell in ((group, exponent) for exponent in reversed(EXPONENTS) for group in range(len(groups))):
         if cell not in chosen:
-            one = AllReduceDemand(1.0, float(1 << cell[1]))
-            chosen[cell] = _best(groups, cell, one, mean, slots, previous.get(cell), hysteresis)
+            unit = AllReduceDemand(1.0, float(1 << cell[1]))
+            chosen[cell] = _best(groups, cell, unit, mean, slots, previous.get(cell), hysteresis)
     return chosen
 
 

@@ -117,7 +117,7 @@ def switch_names(cluster: Cluster) -> tuple[str, ...]:
     Raises:
         InputError: two of them have the same name.
     """
-    domains = [each.name for section in (cluster.file.racks, cluster.file.pods) for each in section]
+    domains = [domain.name for section in (cluster.file.racks, cluster.file.pods) for domain in section]
     names = [*domains, *dict.fromkeys(cluster.places.datacenters)]
     twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
     if twice is not None:

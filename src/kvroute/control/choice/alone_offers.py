@@ -30,9 +30,9 @@ class AggregatedOfferBuilder:
         for key, pool in view.decode.items():
             if "decode" in roles and TRAITS[key[1]].decode_prefills:
                 members = [instances[index] for index in pool.ids.tolist()]
-                self._chunk_tokens[key] = np.array([each.chunk_tokens for each in members], dtype=np.int64)
-                self._base_s[key] = np.array([step_base_s(timing[each.timing]) for each in members])
-                names = np.array([each.timing for each in members])
+                self._chunk_tokens[key] = np.array([member.chunk_tokens for member in members], dtype=np.int64)
+                self._base_s[key] = np.array([step_base_s(timing[member.timing]) for member in members])
+                names = np.array([member.timing for member in members])
                 self._times[key] = [
                     (prefill_time(timing[name].prefill), np.flatnonzero(names == name))
                     for name in sorted(set(names.tolist()))

@@ -89,10 +89,10 @@ class LearnedCapacity:
         spec = self._spec
         far = slice(SAME_POD, TIER_COUNT)
         pooled = float(logs[far].sum()) / (float(weights[far].sum()) + spec.pooled_prior_transfers)
-        for each in range(SAME_RACK, TIER_COUNT):
-            prior = pooled if each > SAME_RACK else 0.0
-            log = (logs[each] + spec.prior_transfers * prior) / (weights[each] + spec.prior_transfers)
-            factor[each] = min(max(math.exp(log), spec.factor_min), spec.factor_max)
+        for tier in range(SAME_RACK, TIER_COUNT):
+            prior = pooled if tier > SAME_RACK else 0.0
+            log = (logs[tier] + spec.prior_transfers * prior) / (weights[tier] + spec.prior_transfers)
+            factor[tier] = min(max(math.exp(log), spec.factor_min), spec.factor_max)
 
     def resume(self, at: float, known: CapacityLearned) -> None:
         """Restore what another instance had learned by this time (`known_at`).

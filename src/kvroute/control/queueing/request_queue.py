@@ -82,7 +82,7 @@ class RequestQueue:
             return []
         order = sorted(
             self._deferred.values(),
-            key=lambda each: (-each.waiting.band, each.deadline, each.waiting.number),
+            key=lambda deferred: (-deferred.waiting.band, deferred.deadline, deferred.waiting.number),
         )
         for request in order[:RETRIES]:
             self.remove(request.waiting.number)

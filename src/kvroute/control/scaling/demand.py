@@ -76,16 +76,16 @@ class DemandWindow:
         kinds = np.flatnonzero(count > 0.0)
         if not len(kinds):
             return None
-        arrivals, each = float(sums[_ARRIVALS]), count[kinds]
+        arrivals, requests = float(sums[_ARRIVALS]), count[kinds]
         outputs = float(sums[_TOKENS] / sums[_ANSWERS]) if sums[_ANSWERS] and sums[_TOKENS] else 1.0
         grown_bytes = outputs * bytes_per_token
         held_bytes = float(sums[_HELD]) / arrivals
         cv2 = _cv2(float(sums[_GAPS]), float(sums[_GAP_S]), float(sums[_GAP_S2]))
         return Demand(
             rate_per_s=self._rate_per_s(at, ahead_s, sums, cv2),
-            service_s=bins[_SERVICE_S:_SENT][kinds] / each,
-            sent_bytes=bins[_SENT:][kinds] / each,
-            share=each / float(each.sum()),
+            service_s=bins[_SERVICE_S:_SENT][kinds] / requests,
+            sent_bytes=bins[_SENT:][kinds] / requests,
+            share=requests / float(requests.sum()),
             output_tokens=max(outputs, 1.0),
             context_tokens=float(sums[_PROMPT]) / arrivals + outputs / 2.0,
             held_bytes=held_bytes + grown_bytes,

@@ -45,18 +45,18 @@ class ScaledFleet:
             for index, instance in enumerate(instances)
             if instance.model == model and instance.role != "both"
         ]
-        for index, each in members:
-            role = view.roles[index] or each.role
-            if role == "both" or view.roles[index] is None or each.name in leaving:
+        for index, instance in members:
+            role = view.roles[index] or instance.role
+            if role == "both" or view.roles[index] is None or instance.name in leaving:
                 continue
-            if view.healthy(index) and each.name not in stopped:
-                serving[role].append(each.name)
+            if view.healthy(index) and instance.name not in stopped:
+                serving[role].append(instance.name)
                 work, cached = _work(view, model, index), int(view.caches.prefix.used_blocks(index))
-                removable[role].append((work, cached, each.name))
-            elif each.name in starting:
-                serving[role].append(each.name)
+                removable[role].append((work, cached, instance.name))
+            elif instance.name in starting:
+                serving[role].append(instance.name)
             else:
-                startable[role].append((each.name not in stopped, each.name))
+                startable[role].append((instance.name not in stopped, instance.name))
         if not members or not pools or not len(prefill.ids):
             return None
         return cls(
@@ -87,8 +87,8 @@ def replica_model(cluster: Cluster, model: str, *, overlaps: bool = False) -> Re
         for i, instance in enumerate(cluster.instances)
         if instance.model == model and instance.role != "both"
     ]
-    sources = [i for i, each in members if each.role == "prefill"] or [members[0][0]]
-    targets = [i for i, each in members if each.role == "decode"] or [members[0][0]]
+    sources = [i for i, instance in members if instance.role == "prefill"] or [members[0][0]]
+    targets = [i for i, instance in members if instance.role == "decode"] or [members[0][0]]
     first = cluster.instances[targets[0]]
     tier, decode = int(np.median(cluster.tier[np.ix_(sources, targets)])), cluster.timing[first.timing].decode
     return ReplicaModel(

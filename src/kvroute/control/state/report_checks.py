@@ -42,9 +42,9 @@ def check_counts(report: PeerReport) -> None:
     """Raise InputError if the time of a report, or a count for a limit, is impossible."""
     values = [(report.at, -SECONDS_MAX, SECONDS_MAX)]
     if (counts := report.admissions) is not None:
-        values += [(each, 0, COUNT_MAX) for each in (counts.in_flight, counts.queued, *counts.keys.values())]
+        values += [(count, 0, COUNT_MAX) for count in (counts.in_flight, counts.queued, *counts.keys.values())]
     if report.usage is not None:
-        values += [(each, -COUNT_MAX, COUNT_MAX) for pair in report.usage.keys.values() for each in pair]
+        values += [(tokens, -COUNT_MAX, COUNT_MAX) for pair in report.usage.keys.values() for tokens in pair]
     _check(report, "", values)
 
 

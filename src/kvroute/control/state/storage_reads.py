@@ -192,7 +192,7 @@ class StorageReads:
 
     def _dequeue(self, part: _Part) -> None:
         self._queued_bytes[part.node] -= part.kv_bytes
-        if not any(each.node == part.node for parts in self._in_progress.values() for each in parts.values()):
+        if not any(read.node == part.node for parts in self._in_progress.values() for read in parts.values()):
             self._queued_bytes[part.node] = 0.0  # sums and differences of floats would leave a remainder
 
 

@@ -90,8 +90,8 @@ class InFlight:
         self._since = old._since
         numbers = after.tolist()
         self._under = {
-            each: under._replace(path=tuple([numbers[link] for link in under.path]))
-            for each, under in old._under.items()
+            number: under._replace(path=tuple([numbers[link] for link in under.path]))
+            for number, under in old._under.items()
         }
         kernels.set_capacities(self._all, self._capacity, self._state)
         self._solve()
@@ -248,12 +248,12 @@ class InFlight:
     def left_bytes(self, at: float) -> dict[int, float]:
         """Remaining bytes of each transfer in flight in the model, by its number."""
         self._pass(at)
-        return {each: float(self._state.flow[under.slot, state.LEFT]) for each, under in self._under.items()}
+        return {number: float(self._state.flow[under.slot, state.LEFT]) for number, under in self._under.items()}
 
     @property
     def rates_bytes_per_s(self) -> dict[int, float]:
         """Model rate of each transfer in flight, by its number."""
-        return {each: float(self._state.flow[under.slot, state.RATE]) for each, under in self._under.items()}
+        return {number: float(self._state.flow[under.slot, state.RATE]) for number, under in self._under.items()}
 
     def _pass(self, at: float) -> float:
         """Move the model's bytes up to `at`; return the mean rate of a hashed path."""

@@ -64,7 +64,7 @@ class TransferTracker:
         sources = np.array([k for k, instance in enumerate(instances) if instance.role != "decode"], dtype=np.int64)
         targets = np.array([k for k, instance in enumerate(instances) if instance.role != "prefill"], dtype=np.int64)
         tier = self._cluster.tier[np.ix_(sources, targets)]
-        first = (np.argwhere(tier == each)[:1].tolist() for each in range(TIER_COUNT))
+        first = (np.argwhere(tier == level)[:1].tolist() for level in range(TIER_COUNT))
         return [(int(sources[found[0][0]]), int(targets[found[0][1]])) if found else None for found in first]
 
     def _others(self, congestion: FloatArray) -> FloatArray:

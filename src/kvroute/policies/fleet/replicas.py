@@ -193,7 +193,7 @@ class _Stage:
             count, reason = catching_up, "backlog"
         enough = min(math.sqrt(target.attainment), _NEAR * self.attainment(REPLICAS_MAX))
         if self.attainment(count) < enough:
-            reason, count = self.slo(count), _least(count, lambda each: self.attainment(each) >= enough)
+            reason, count = self.slo(count), _least(count, lambda tried: self.attainment(tried) >= enough)
         allowed = bounds.within(min(count, REPLICAS_MAX))
         if allowed != count:
             reason = "minimum" if allowed > count else "maximum"

@@ -183,24 +183,24 @@ def judge(
         role_switches = _relief(spec, homes, loads, used_s, costs_s)
         return ("relieve" if role_switches else "no_gain"), role_switches
     busy = busy_stages(spec, loads)
-    wanted = [each for each in _towards(homes, target, costs_s) if _would_help(each.role, busy)]
+    wanted = [role_switch for role_switch in _towards(homes, target, costs_s) if _would_help(role_switch.role, busy)]
     if not wanted:
         return "not_busy", ()
     spared = _spared(spec, homes, loads, wanted[: spec.at_once])
     if not spared:
         return "no_room", ()
     gain_s = gain * used_s * sum(home.instances for home in homes)
-    if gain_s < sum(_there_and_back_s(homes, each, costs_s) for each in wanted):
+    if gain_s < sum(_there_and_back_s(homes, role_switch, costs_s) for role_switch in wanted):
         return "costly", ()
     return "switch_role", spared
 
 
-def _there_and_back_s(homes: Sequence[Home], each: PlannedSwitch, costs_s: Mapping[str, float]) -> float:
+def _there_and_back_s(homes: Sequence[Home], role_switch: PlannedSwitch, costs_s: Mapping[str, float]) -> float:
     """Cost of switching this instance now, plus the mean cost of switching one instance of the role that it joins back
     when the traffic has changed again."""
-    joined = [name for home in homes for name in (home.prefill if each.role == "prefill" else home.decode)]
+    joined = [name for home in homes for name in (home.prefill if role_switch.role == "prefill" else home.decode)]
     back_s = sum(costs_s.get(name, 0.0) for name in joined) / max(len(joined), 1)
-    return costs_s.get(each.instance, 0.0) + back_s
+    return costs_s.get(role_switch.instance, 0.0) + back_s
 
 
 def _spared(
@@ -209,14 +209,14 @@ def _spared(
     """The wanted switches that leave the shrinking role enough capacity: for its peak in the window or, if the growing
     role has a queue, for its recent utilisation. A present shortage counts more than a peak that may return."""
     spared: list[PlannedSwitch] = []
-    for each in wanted:
-        giver: Role = "decode" if each.role == "prefill" else "prefill"
+    for role_switch in wanted:
+        giver: Role = "decode" if role_switch.role == "prefill" else "prefill"
         instances = sum(len(home.decode if giver == "decode" else home.prefill) for home in homes)
         grown: tuple[Stage, ...] = ("decode",) if giver == "prefill" else ("prfaas", "prefill")
         queued = any(loads.get(stage, _IDLE).queue_s >= spec.queue_high_s for stage in grown)
-        leaving = 1 + sum(other.role == each.role for other in spared)
+        leaving = 1 + sum(other.role == role_switch.role for other in spared)
         if loads.get(giver, _IDLE).without(leaving, instances, at_peak=not queued) < spec.spare_below:
-            spared.append(each)
+            spared.append(role_switch)
     return tuple(spared)
 
 
@@ -229,7 +229,7 @@ def _towards(homes: Sequence[Home], target: IntArray, costs_s: Mapping[str, floa
     """All role switches from the present split to `target`, [homes]; the home that needs most comes first."""
     missing = [int(count) - len(home.prefill) for count, home in zip(target, homes, strict=True)]
     order = sorted(range(len(missing)), key=lambda index: (-abs(missing[index]), index))
-    return [each for index in order for each in _of_home(homes[index], missing[index], costs_s)]
+    return [role_switch for index in order for role_switch in _of_home(homes[index], missing[index], costs_s)]
 
 
 def _of_home(home: Home, more_prefill: int, costs_s: Mapping[str, float]) -> list[PlannedSwitch]:

@@ -303,14 +303,14 @@ def decode_per_s(batch_max: int, iteration_s: float, output_tokens: float) -> fl
     return batch_max / (iteration_s * output_tokens)
 
 
-def _between(each: Callable[[IntArray], FloatArray]) -> Curve:
+def _between(of_tokens: Callable[[IntArray], FloatArray]) -> Curve:
     """Interpolate linearly between whole tokens, because mean lengths are not whole."""
 
     def curve(tokens: FloatArray) -> FloatArray:
         whole = np.floor(tokens).astype(np.int64)
         part = tokens - whole
-        below = each(whole)
-        return below + part * (each(whole + 1) - below) if part.any() else below
+        below = of_tokens(whole)
+        return below + part * (of_tokens(whole + 1) - below) if part.any() else below
 
     return curve
 
@@ -320,12 +320,12 @@ def _ratio(amount: FloatArray, per: FloatArray) -> FloatArray:
     return np.asarray(np.divide(amount, per, out=np.zeros_like(per), where=per > 0))
 
 
-def _rate(amount: npt.ArrayLike, each: FloatArray, share: FloatArray) -> FloatArray:
-    """Requests per second of a stage that uses `each` of an `amount` per second; 0 without requests or amount, inf if a
+def _rate(amount: npt.ArrayLike, need: FloatArray, share: FloatArray) -> FloatArray:
+    """Requests per second of a stage that uses `need` of an `amount` per second; 0 without requests or amount, inf if a
     request costs nothing."""
     have = np.asarray(amount, dtype=np.float64)
-    rate_per_s = np.where((share > 0) & (have > 0), np.inf, np.zeros(np.broadcast_shapes(have.shape, each.shape)))
-    np.divide(have, each, out=rate_per_s, where=each > 0)
+    rate_per_s = np.where((share > 0) & (have > 0), np.inf, np.zeros(np.broadcast_shapes(have.shape, need.shape)))
+    np.divide(have, need, out=rate_per_s, where=need > 0)
     return rate_per_s
 
 

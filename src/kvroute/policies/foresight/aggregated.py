@@ -220,7 +220,10 @@ def targets_of(spec: ForesightSpec, offer: AggregatedOffer) -> FloatArray:
 def _beside_s(offer: AggregatedOffer) -> float:
     """Return the least delay that a prompt like this one imposes on a decode instance."""
     known = ((pool.candidates, pool) for pool in offer.pools if not pool.kept)
-    each_s = (least_delay_s(one.need_bytes, one.free_kv_bytes, pool.delayed, pool.prefill_s) for one, pool in known)
+    each_s = (
+        least_delay_s(candidates.need_bytes, candidates.free_kv_bytes, pool.delayed, pool.prefill_s)
+        for candidates, pool in known
+    )
     least_s = min(each_s, default=np.inf)
     return least_s if least_s < np.inf else 0.0
 

@@ -177,8 +177,10 @@ class _Links:
     def link(self, cluster: Cluster, cables: tuple[int, ...], tier: int) -> int:
         number = self._known.get(cables)
         if number is None:
-            each = cluster.capacity_bytes_per_s[list(cables)]
-            number = self._known[cables] = self.add(float(each.sum()), float(each.mean()), len(cables), tier)
+            bytes_per_s = cluster.capacity_bytes_per_s[list(cables)]
+            number = self._known[cables] = self.add(
+                float(bytes_per_s.sum()), float(bytes_per_s.mean()), len(cables), tier
+            )
         return number
 
     def pair(self, cluster: Cluster, attached: tuple[tuple[int, ...], tuple[int, ...]], tier: int) -> list[int]:

@@ -58,8 +58,8 @@ class SchedulerReplicas:
         self._running[self._decisions] = number, ticket, option, nbytes
         if self._decisions % self._every == 0:
             whole = np.maximum(sum(self._own), 0.0)
-            for each in self._schedulers:
-                each.loads.outstanding_bytes[:] = whole
+            for other in self._schedulers:
+                other.loads.outstanding_bytes[:] = whole
         return self._decisions, choice
 
     def finish(self, ticket: int) -> None:

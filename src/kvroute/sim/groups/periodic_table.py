@@ -74,8 +74,8 @@ class PeriodicTable:
         background = np.zeros(len(self._counted))
         for reduced, other in self._periods:
             background += other / count
-            for cell, one in reduced.items():
+            for cell, added in reduced.items():
                 before = demand.get(cell, AllReduceDemand(0.0, 0.0))
-                demand[cell] = AllReduceDemand(before.calls + one.calls / count, before.nbytes + one.nbytes / count)
+                demand[cell] = AllReduceDemand(before.calls + added.calls / count, before.nbytes + added.nbytes / count)
         period = Period(demand, self._loads.capacity_bytes_per_s, background, self._period_s, {})
         self._chosen = derive(self._choices, period, self._chosen)

@@ -225,6 +225,6 @@ class _Chains:
 
 
 def _unchained(block: int, here: int, there: int) -> ValueError:
-    before = [f"follows {each}" if each >= 0 else "comes first" for each in (here, there)]
+    before = [f"follows {turn}" if turn >= 0 else "comes first" for turn in (here, there)]
     what = f"block {block} {before[0]} in one prompt and {before[1]} in another, but an id identifies the whole prefix"
     return ValueError(f"field hash_ids: {what}")

@@ -54,14 +54,14 @@ class Session:
         none."""
         starts: list[float] = []
         for turn in self.turns:
-            ends = (starts[each] + self.turns[each].answer_s * answered for each in turn.after)
+            ends = (starts[awaited] + self.turns[awaited].answer_s * answered for awaited in turn.after)
             starts.append(max(ends, default=0.0) + min(turn.think_s, think_max_s))
         return starts
 
     @property
     def last(self) -> tuple[int, ...]:
         """Turns that no other turn waits for."""
-        awaited = {each for turn in self.turns for each in turn.after}
+        awaited = {number for turn in self.turns for number in turn.after}
         return tuple(number for number in range(len(self.turns)) if number not in awaited)
 
     def uncached_tokens(self) -> list[int]:
@@ -83,9 +83,9 @@ class Session:
         kept: dict[int, int] = {}
         turns: list[Turn] = []
         for number, turn in enumerate(self.turns):
-            if turn.input_tokens <= input_tokens and all(each in kept for each in turn.after):
+            if turn.input_tokens <= input_tokens and all(awaited in kept for awaited in turn.after):
                 kept[number] = len(turns)
-                turns.append(replace(turn, after=tuple(kept[each] for each in turn.after)))
+                turns.append(replace(turn, after=tuple(kept[awaited] for awaited in turn.after)))
         return replace(self, turns=tuple(turns))
 
     @property
@@ -227,7 +227,11 @@ class Agents:
                     pause_s = min(turn.think_s, think_max_s)
                     rows.append((begins_s + starts[number], len(rows), position, number))
                     if turn.after:
-                        waits[position, number] = ([(position, each) for each in turn.after], pause_s, user.until_s)
+                        waits[position, number] = (
+                            [(position, awaited) for awaited in turn.after],
+                            pause_s,
+                            user.until_s,
+                        )
                     else:
                         waits[position, number] = (before, pause_s if before else begins_s + pause_s, user.until_s)
                 before = [(position, number) for number in session.last]
@@ -237,7 +241,7 @@ class Agents:
         rows.sort()  # turns of a user keep their order if zero output durations make them start at once
         where = {(position, number): place for place, (_, _, position, number) in enumerate(rows)}
         loop = Loop(
-            after=tuple(tuple(where[each] for each in waits[p, n][0]) for _, _, p, n in rows),
+            after=tuple(tuple(where[awaited] for awaited in waits[p, n][0]) for _, _, p, n in rows),
             think_s=tuple(waits[p, n][1] for _, _, p, n in rows),
             until_s=tuple(waits[p, n][2] for _, _, p, n in rows),
         )
@@ -254,7 +258,7 @@ class Agents:
             if position not in ids:
                 ids[position] = list(range(first_ids[position], first_ids[position] + session.id_end))
             known, turn = ids[position], session.turns[number]
-            chain = tuple(one for first, count in turn.runs for one in known[first : first + count])
+            chain = tuple(block_id for first, count in turn.runs for block_id in known[first : first + count])
             requests.append(TracedRequest(at_s, turn.input_tokens, turn.output_tokens, chain, session.block_tokens))
         return requests
 

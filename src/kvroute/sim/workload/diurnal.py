@@ -24,7 +24,7 @@ two peaks around noon, and a highest rate of 5.7 times the lowest."""
 def hourly_rates(mean_per_s: float, shape: Sequence[float] = DIURNAL) -> tuple[float, ...]:
     """Return the rates of the hours in requests per second."""
     mean = fsum(shape) / len(shape)
-    return tuple(mean_per_s * each / mean for each in shape)
+    return tuple(mean_per_s * relative / mean for relative in shape)
 
 
 def shape_of(trace: Trace, hours: int = 24) -> tuple[float, ...]:

@@ -248,7 +248,7 @@ def _format(first: tuple[str, bytes], rows: Rows, block_tokens: int) -> tuple[Pa
 def _refuse_report(first: tuple[str, bytes], following: Sequence[tuple[str, bytes]]) -> None:
     """Raise InputError if these lines begin a result file of a load generator, or a JSON object over several lines."""
     place, line = first
-    text = b"\n".join([line, *(each for _, each in following)]).decode("utf-8", "replace")
+    text = b"\n".join([line, *(text_line for _, text_line in following)]).decode("utf-8", "replace")
     if generator := load_generator_of(text):
         what = f"this is a result file of {generator}, not a trace of requests"
         hint = "give the trace that was played (docs/workloads.md), or record one with `kvroute serve --log`"

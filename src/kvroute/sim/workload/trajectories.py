@@ -44,11 +44,11 @@ class Trajectories:
     def growing(cls, appended: IntArray, generated: IntArray, start: IntArray) -> Trajectories:
         """Return trajectories without pauses in which each turn appends tokens to the whole context before it, and then
         generates tokens."""
-        each = appended + generated
-        total = np.cumsum(each)
+        added = appended + generated
+        total = np.cumsum(added)
         before = np.concatenate([[0], total])[start[:-1]]
-        context = total - each - np.repeat(before, np.diff(start))
-        return cls(context + appended, context, generated, np.zeros(len(each)), start)
+        context = total - added - np.repeat(before, np.diff(start))
+        return cls(context + appended, context, generated, np.zeros(len(added)), start)
 
     @classmethod
     def of_sessions(cls, agents: Agents, think_max_s: float = THINK_MAX_S) -> Trajectories:
