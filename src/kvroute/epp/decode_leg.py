@@ -65,13 +65,13 @@ class EnvoyDecodeLeg(DecodeLeg):
         most = self.state.runtime.settings.retries.attempts - 1
         terms, engines = self.decision.terms, self.state.runtime.engines
         if terms is None:
-            able = [each for each in engines.values() if self._may_serve(each)]
-            return nsmallest(most, able, key=lambda each: (each.in_flight, each.name))
+            able = [engine for engine in engines.values() if self._may_serve(engine)]
+            return nsmallest(most, able, key=lambda engine: (engine.in_flight, engine.name))
         order = terms.cost.argsort(kind="stable").tolist()
         names = [terms.names[index] for index in order if terms.feasible[index]]
         # The terms of a request that one instance serves also have the pair that it was compared with.
         ranked = (engines[name] for name in names if name in engines)
-        return list(islice((each for each in ranked if self._may_serve(each)), most))
+        return list(islice((engine for engine in ranked if self._may_serve(engine)), most))
 
     def _may_serve(self, engine: EngineClient) -> bool:
         chosen, only = self.engine, self._only()

@@ -116,7 +116,7 @@ def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
 
 def _names(value: struct_pb2.Value) -> Iterator[str]:
     texts = [value.string_value] if value.HasField("string_value") else []
-    texts += [each.string_value for each in value.list_value.values]
+    texts += [element.string_value for element in value.list_value.values]
     for text in texts:
         yield from split_names(text)
 
@@ -150,7 +150,7 @@ def metadata_of(destination: str) -> struct_pb2.Struct:
     key of its own, so each attempt has one.
     """
     numbered = enumerate(split_names(destination), start=1)
-    attempts = struct_pb2.Struct(fields={str(n): struct_pb2.Value(string_value=each) for n, each in numbered})
+    attempts = struct_pb2.Struct(fields={str(n): struct_pb2.Value(string_value=address) for n, address in numbered})
     fields = {
         DESTINATION: struct_pb2.Value(string_value=destination),
         ATTEMPTS: struct_pb2.Value(struct_value=attempts),

@@ -68,14 +68,14 @@ class _CFunction(types.ExternalFunction):
     and its result are integers; an address is also an integer."""
 
     def __init__(self, name: str, returns: type[Any], *arguments: type[Any]) -> None:
-        signature: Any = _NUMBA_TYPES[returns](*(_NUMBA_TYPES[each] for each in arguments))
+        signature: Any = _NUMBA_TYPES[returns](*(_NUMBA_TYPES[argument] for argument in arguments))
         super().__init__(name, signature)
         self._interpreted: Any = getattr(ctypes.CDLL(None), name, None)
         if self._interpreted is not None:  # otherwise the system has no such function, and the loop is not used
             self._interpreted.restype, self._interpreted.argtypes = returns, arguments
 
     def __call__(self, *arguments: int) -> int:  # type: ignore[override]  # numba's own is for its compiler
-        return int(self._interpreted(*(int(each) for each in arguments)))
+        return int(self._interpreted(*(int(argument) for argument in arguments)))
 
 
 _recv = _CFunction("recv", _size, _int, _address, _size, _int)

@@ -94,7 +94,7 @@ class Listener:
         own = bound(host, port, shared=shared)
         if self._context is not None:
             found = [own] if own is not None else await _bound_by_name(host, port, shared=shared)
-            self._tls = [_Accepting(each, self._port, self._make, self._context) for each in found]
+            self._tls = [_Accepting(sock, self._port, self._make, self._context) for sock in found]
             return int(found[0].getsockname()[1])
         if own is not None:
             self._server = await loop.create_server(self._make, sock=own, backlog=_BACKLOG)
@@ -106,7 +106,7 @@ class Listener:
     def filenos(self) -> tuple[int, ...]:
         """File descriptors of the listening sockets."""
         own = self._server.sockets if self._server is not None else ()
-        return (*(each.fileno() for each in own), *(each.fileno() for each in self._tls))
+        return (*(sock.fileno() for sock in own), *(accepting.fileno() for accepting in self._tls))
 
     def close(self) -> None:
         """Accept no more connections; existing ones stay open."""

@@ -154,9 +154,9 @@ def _service_faults(name: str, port: int, own: OwnPicker | None, service: Servic
         what = f"the Service {name} is an ExternalName, which gateways must not use"
         yield InputError(what, where=f"{_REFERENCE}.name", hint="select the picker's pods instead")
         return
-    found = next((each for each in service.spec.ports or () if each.port == port), None)
+    found = next((entry for entry in service.spec.ports or () if entry.port == port), None)
     if found is None:
-        hint = f"its ports: {', '.join(str(each.port) for each in service.spec.ports or ()) or 'none'}"
+        hint = f"its ports: {', '.join(str(entry.port) for entry in service.spec.ports or ()) or 'none'}"
         yield InputError(f"the Service {name} has no port {port}", where=f"{_REFERENCE}.port", hint=hint)
         return
     target = found.target_port if found.target_port is not None else found.port

@@ -69,9 +69,9 @@ class ObjectStore(Generic[Object]):
         """Replace the contents by those of a complete list, and return the keys of what has changed."""
         if attempt != self._attempt:
             return frozenset()
-        new = {_key(each): each for each in found}
+        new = {_key(obj): obj for obj in found}
         gone = self._objects.keys() - new.keys()
-        changed = {key for key, each in new.items() if self._put(key, each)}
+        changed = {key for key, obj in new.items() if self._put(key, obj)}
         self._objects = {key: self._objects[key] for key in new}
         self.version, self.synced = version, True
         return frozenset(changed | gone)

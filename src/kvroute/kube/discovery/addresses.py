@@ -97,7 +97,7 @@ def _connectors(source: Source) -> list[object]:
     extra = config.get("kv_connector_extra_config")
     inner = extra.get("connectors") if isinstance(extra, dict) else None
     if config.get("kv_connector") == "MultiConnector" and isinstance(inner, list):
-        return [each.get("kv_connector") for each in inner if isinstance(each, dict)]
+        return [connector.get("kv_connector") for connector in inner if isinstance(connector, dict)]
     return [config["kv_connector"]] if "kv_connector" in config else []
 
 

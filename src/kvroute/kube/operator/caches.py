@@ -45,7 +45,7 @@ class _Followed:
         return self.store.synced or self.absent
 
     def objects(self) -> tuple[Object, ...]:
-        return tuple(as_json(self.kind, each) for _, each in sorted(self.store.objects.items()))
+        return tuple(as_json(self.kind, obj) for _, obj in sorted(self.store.objects.items()))
 
 
 class WatchedObjects:
@@ -115,7 +115,7 @@ class WatchedObjects:
         for (namespace, _), pod in sorted(self._followed[PODS].store.objects.items()):
             labels = pod.metadata.labels or {}
             kept = WRITTEN in (pod.metadata.annotations or {}) or GATEWAY_LABEL.items() <= labels.items()
-            if kept or any(selects(each, namespace, labels) for each in listed):
+            if kept or any(selects(router, namespace, labels) for router in listed):
                 found.append(as_json(PODS, pod))
         return tuple(found)
 

@@ -98,7 +98,7 @@ def _with_zeros(value: msgspec.Struct) -> dict[str, Any]:
     for entry in msgspec.structs.fields(value):
         part = getattr(value, entry.name)
         if isinstance(part, list):
-            found[entry.encode_name] = [_with_zeros(each) for each in part]
+            found[entry.encode_name] = [_with_zeros(condition) for condition in part]
         else:
             found[entry.encode_name] = _with_zeros(part) if isinstance(part, msgspec.Struct) else part
     return found

@@ -49,7 +49,7 @@ def wanted_objects(
         objects.append(_object("policy/v1", "PodDisruptionBudget", metadata(router, name), spec=limit))
     if spec.monitoring and observed.service_monitors:
         objects.append(_service_monitor(router))
-    return [signed(each) for each in objects]
+    return [signed(manifest) for manifest in objects]
 
 
 def nodes_binding(routers: Iterable[Object], settings: OperatorSpec) -> Object:

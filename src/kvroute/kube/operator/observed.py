@@ -93,9 +93,9 @@ NOT_PULLED = ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "InvalidI
 
 def lacks_image(status: Object, container: str) -> bool:
     """Return True if, by the status of a pod, the image of a container or an init container cannot be pulled."""
-    for each in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
-        if each.get("name") == container:
-            return ((each.get("state") or {}).get("waiting") or {}).get("reason") in NOT_PULLED
+    for container_status in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
+        if container_status.get("name") == container:
+            return ((container_status.get("state") or {}).get("waiting") or {}).get("reason") in NOT_PULLED
     return False
 
 

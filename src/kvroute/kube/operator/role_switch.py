@@ -113,7 +113,7 @@ def _end_of_drain(pod: Object, limits: SwitchLimits, now: float) -> Iterator[Act
 def _replaceable(pod: Object, pods: Sequence[Object]) -> bool:
     """Return True if another ready engine has the role of this one, or if this one is not ready."""
     role = role_of(labels_of(pod))
-    others = (each for each in pods if each is not pod and is_ready(each))
+    others = (other for other in pods if other is not pod and is_ready(other))
     return not is_ready(pod) or any(role_of(labels_of(other)) == role for other in others)
 
 

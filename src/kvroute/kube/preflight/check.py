@@ -173,7 +173,7 @@ def _meeting_points(engine: Discovered, level: Level | None) -> set[tuple[object
         return {kind}
     narrower = LEVELS[: LEVELS.index(level) + 1]
     points: set[tuple[object, ...]] = {
-        (each, domain, *kind) for each in narrower if (domain := _domain(engine.place, each))
+        (narrow, domain, *kind) for narrow in narrower if (domain := _domain(engine.place, narrow))
     }
     if level == "datacenter" and not engine.place.datacenter:
         points.add((level, "", *kind))

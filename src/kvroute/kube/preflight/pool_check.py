@@ -88,7 +88,7 @@ async def _pool(access: Access, namespace: str, name: str) -> InferencePool:
 def _target(reference: PickerReference, service: Service | None) -> PickerTarget:
     port = reference.port.number if reference.port is not None else 0
     ports = service.spec.ports or () if service is not None else ()
-    found = next((each for each in ports if each.port == port), None)
+    found = next((entry for entry in ports if entry.port == port), None)
     return PickerTarget(
         kind=f"{reference.group}/{reference.kind}".lstrip("/"),
         name=reference.name,

@@ -71,7 +71,7 @@ def plain_values(value: Any) -> Any:
     """Return a `Part` as plain values with all its fields, also those at their default; fields that are None are left
     out, and quantities are text with a unit."""
     if isinstance(value, Struct):
-        given = ((each.encode_name, getattr(value, each.name)) for each in msgspec.structs.fields(value))
+        given = ((field.encode_name, getattr(value, field.name)) for field in msgspec.structs.fields(value))
         return {name: plain_values(item) for name, item in given if item is not None}
     if isinstance(value, Mapping):
         return {key: plain_values(item) for key, item in value.items()}

@@ -168,7 +168,7 @@ def _default_template(config: dict[str, Any], path: Path) -> str | None:
         hint = 'give one template as a string, or a list of {"name": ..., "template": ...}'
         raise InputError(str(error), where=f"{path}: chat_template", hint=hint) from error
     if isinstance(value, list):
-        return next((each.template for each in reversed(value) if each.name == "default"), None)
+        return next((entry.template for entry in reversed(value) if entry.name == "default"), None)
     return value
 
 

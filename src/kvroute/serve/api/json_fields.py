@@ -251,8 +251,8 @@ def check_nested(name: str, raw: Raw) -> None:
         found = (_LISTED if name == "sampling_params" else _OBJECT).decode(raw)
     except (msgspec.DecodeError, RecursionError):
         raise wrong(name, "is not an object", "give an object or leave it out") from None
-    for each in found if isinstance(found, list) else [found or {}]:
-        if taken := ENGINE_FIELDS & each.keys():
+    for entry in found if isinstance(found, list) else [found or {}]:
+        if taken := ENGINE_FIELDS & entry.keys():
             raise wrong(name, f"contains {min(taken)}, which only the gateway may set", "leave it out")
-        for inner in NESTED.intersection(each):
-            check_nested(inner, each[inner])
+        for inner in NESTED.intersection(entry):
+            check_nested(inner, entry[inner])

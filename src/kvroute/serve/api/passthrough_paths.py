@@ -109,7 +109,7 @@ class PassthroughPaths:
                 self._prefixes.append((text[:-1].encode(), endpoint))
             else:
                 self._exact.setdefault(text.encode(), endpoint)
-        self._prefixes.sort(key=lambda each: (-len(each[0]), each[0]))
+        self._prefixes.sort(key=lambda prefix: (-len(prefix[0]), prefix[0]))
 
     def find(self, path: bytes) -> PassthroughEndpoint | None:
         """Return the endpoint of a path; None if it is not passed through. Of several prefixes the longest counts."""

@@ -65,7 +65,7 @@ class Prompts:
         """Reader of the prompts of models that have none of their own."""
         self._readers = {model: reader(path) for model, path in (tokenizers or {}).items()}
         self._ask_engines = ask_engines
-        exact = any(each.exact for each in (self._rest, *self._readers.values()))
+        exact = any(part.exact for part in (self._rest, *self._readers.values()))
         pace = TOKENIZER_BYTES_PER_S if exact else TEXT_BYTES_PER_S
         self._queue = PromptQueue(pace, wait_max_s)
         self._turns: dict[int, asyncio.Future[None]] = {}

@@ -163,7 +163,7 @@ def _steps(step: _Step | None) -> list[_Step]:
     if step is None:
         return []
     inner = [*step.normalizers, *step.pretokenizers]
-    return [found for each in inner for found in _steps(each)] if step.type == "Sequence" else [step]
+    return [found for part in inner for found in _steps(part)] if step.type == "Sequence" else [step]
 
 
 def _keeps_text(step: _Step) -> bool:

@@ -207,7 +207,7 @@ def _read_prompts(json_value: bytes) -> list[bytes | list[int]]:
         # Checked before decoding: a decoded list takes many times the memory of its text.
         if (lists := json_value.count(b"[") - 1) > ANSWERS_MAX:
             raise _too_many_answers("prompt", f"a completion of each of {lists} prompts")
-        return [_ids(bytes(each), f"$[{index}]") for index, each in enumerate(_LISTS.decode(json_value))]
+        return [_ids(bytes(item), f"$[{index}]") for index, item in enumerate(_LISTS.decode(json_value))]
     ids = token_ids(json_value)
     return [ids] if ids else []
 

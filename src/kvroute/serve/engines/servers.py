@@ -41,7 +41,7 @@ class Servers:
     def add(self, name: str, server: str, rank: int = 0) -> bool:
         """Add an instance; return whether it is the first one of its server."""
         ranks = {**self._ranks.get(server, {}), name: rank}
-        self._ranks[server] = dict(sorted(ranks.items(), key=lambda each: (each[1], each[0])))
+        self._ranks[server] = dict(sorted(ranks.items(), key=lambda entry: (entry[1], entry[0])))
         self._of[name] = server
         return len(ranks) == 1
 

@@ -34,7 +34,9 @@ class StateCarryOver:
         """Args: `retired` are all clusters before the new one that still have requests, including the old one."""
         self._old, self._new = old, new
         self._retained = [name for name in new.engines if same_engine(name, old, new)]
-        self._retired = {name: [each for each in retired if same_engine(name, each, new)] for name in self._retained}
+        self._retired = {
+            name: [runtime for runtime in retired if same_engine(name, runtime, new)] for name in self._retained
+        }
         self._to_tell = {name for name in self._retained if self._keeps_prefixes(name)}
         """Instances whose cached prefixes are not reported to the new core yet."""
         self._reported: dict[str, int] = {}
@@ -159,7 +161,7 @@ class StateCarryOver:
             self._old.notify(event)
 
     def _in_flight(self, name: str) -> int:
-        return sum(each.engines[name].in_flight for each in self._retired[name])
+        return sum(runtime.engines[name].in_flight for runtime in self._retired[name])
 
     def _keeps_prefixes(self, name: str) -> bool:
         """Whether the prefixes stay valid: prompts hash as before, and the same side reports what is cached."""

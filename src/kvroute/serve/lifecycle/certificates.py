@@ -86,11 +86,11 @@ def context_of(certificate: PortCertificate | None) -> ssl.SSLContext | None:
 
 async def follow(*certificates: PortCertificate | None) -> None:
     """Check the files of certificates from now on, until this task is cancelled."""
-    followed = [each for each in certificates if each is not None]
+    followed = [certificate for certificate in certificates if certificate is not None]
     while followed:
         await asyncio.sleep(_CHECK_S)
-        for each in followed:
-            await each.check()
+        for certificate in followed:
+            await certificate.check()
 
 
 def _examined(tls: TlsSettings, known: tuple[_FileState | None, ...]) -> tuple[tuple[_FileState | None, ...], str]:
@@ -107,7 +107,7 @@ def _examined(tls: TlsSettings, known: tuple[_FileState | None, ...]) -> tuple[t
 
 def _states(tls: TlsSettings) -> tuple[_FileState | None, ...]:
     """Return what differs after any change of the files; None for one that cannot be read."""
-    return tuple([_state(Path(each)) for each in (tls.certificate, tls.key)])
+    return tuple([_state(Path(path)) for path in (tls.certificate, tls.key)])
 
 
 def _state(path: Path) -> _FileState | None:

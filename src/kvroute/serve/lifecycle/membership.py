@@ -134,8 +134,8 @@ class Membership:
     def report(self, engines: tuple[Discovered, ...]) -> None:
         """Take all engines that exist now. Those that have ended get no more requests from here on."""
         self._reported, self._reported_at = engines, self._now()
-        self._found = {each.name: each if each.ready else replace(each, ready=True) for each in engines}
-        self._unready = {each.name for each in engines if not each.ready}
+        self._found = {engine.name: engine if engine.ready else replace(engine, ready=True) for engine in engines}
+        self._unready = {engine.name for engine in engines if not engine.ready}
         self._hold()
         self._dirty.set()
 
@@ -209,11 +209,11 @@ class Membership:
 
     def _admit(self, staying: Mapping[str, Joined], new: Sequence[Discovered]) -> tuple[Joined, ...]:
         deployment = self._manager.deployment
-        faults = {each.name: self._manager.exclusion(each, deployment.settings) for each in new}
-        fine = [each for each in new if not faults[each.name]]
+        faults = {engine.name: self._manager.exclusion(engine, deployment.settings) for engine in new}
+        fine = [engine for engine in new if not faults[engine.name]]
         joined, refused = admitted(deployment.cluster, staying, fine)
         refused |= {name: why for name, why in faults.items() if why}
-        uids = {each.name: each.uid for each in new}
+        uids = {engine.name: engine.uid for engine in new}
         now_refused = {name: (uids[name], why) for name, why in sorted(refused.items())}
         for name, refusal in now_refused.items():
             if self._refused.get(name) != refusal:
@@ -239,7 +239,9 @@ class Membership:
             for runtime in self._manager.clusters:
                 if runtime is not current and runtime.uids.get(name) == uid:
                     runtime.engines[name].abort_calls()
-            if current.uids.get(name) != uid and all(each.uids.get(name) != uid for each in self._manager.clusters):
+            if current.uids.get(name) != uid and all(
+                cluster.uids.get(name) != uid for cluster in self._manager.clusters
+            ):
                 del self._until[name, uid]
 
     async def _change(self, joined: tuple[Joined, ...], left: tuple[str, ...]) -> None:
@@ -253,10 +255,10 @@ class Membership:
             log_event("warning", "cluster_change_delayed", reason=str(error))
             return
         for name, uid in uids.items():
-            if all(each.uids.get(name) != uid for each in manager.clusters):
+            if all(cluster.uids.get(name) != uid for cluster in manager.clusters):
                 self._until.pop((name, uid), None)
         self._hold()
-        names = (("joined", [each.engine.name for each in joined]), ("left", left))
+        names = (("joined", [member.engine.name for member in joined]), ("left", left))
         text = "; ".join(f"{what}: {_shown(which)}" for what, which in names if which)
         log_event("info", "cluster_changed", instances=len(manager.runtime.engines), reason=text)
         await asyncio.to_thread(before.clear)  # freeing the arrays of a large cluster takes milliseconds

@@ -96,18 +96,18 @@ class Peers:
     def cores(self) -> tuple[Control, ...]:
         """Return the cores that have requests, the current one first."""
         assert self.clusters is not None, "start first"
-        return tuple([each.control for each in self.clusters.clusters])
+        return tuple([cluster.control for cluster in self.clusters.clusters])
 
     def notify(self, event: Event) -> None:
         """Pass an event of another gateway to the current core."""
         assert self.clusters is not None, "start first"
         self.clusters.runtime.report.received(event)
         if isinstance(event, PeerReported):
-            for each in event.report.events:
-                if isinstance(each, RoleSwitched):
-                    self.clusters.role_switches.followed(each)
-                elif isinstance(each, ScaleEnded):
-                    self.clusters.scaling.followed(each)
+            for reported in event.report.events:
+                if isinstance(reported, RoleSwitched):
+                    self.clusters.role_switches.followed(reported)
+                elif isinstance(reported, ScaleEnded):
+                    self.clusters.scaling.followed(reported)
 
     def approximate(self) -> frozenset[str]:
         """Return the instances whose cached prefixes are known from requests alone."""

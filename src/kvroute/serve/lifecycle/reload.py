@@ -162,9 +162,9 @@ class ClusterManager:
         runtime.change(following)
         if self._carry_over is not None:
             self._carry_over.forget(following.left)
-        for each in following.joined:
-            shared.metrics.roles[each.engine.name] = each.engine.role
-            self._collectors.add(each.engine.name)
+        for member in following.joined:
+            shared.metrics.roles[member.engine.name] = member.engine.role
+            self._collectors.add(member.engine.name)
         self._collectors.relink()
         shared.state.change(runtime.cluster, layout)
         shared.metrics.changed(len(following.joined), len(following.left))
@@ -194,7 +194,7 @@ class ClusterManager:
         header = _log_header(deployment)
         following = None
         if engines and deployment.cluster.file.discovery is not None:
-            fine = [replace(each, ready=True) for each in engines if not self.exclusion(each, settings)]
+            fine = [replace(engine, ready=True) for engine in engines if not self.exclusion(engine, settings)]
             following = control.prepare(admitted(deployment.cluster, {}, fine)[0], ())
         prompts = self._prompts if same else deployment.prompts()
         return Prepared(deployment, keys, prompts, control, header, following)
@@ -257,11 +257,13 @@ class ClusterManager:
         self.role_switches.advance(self.clusters)
         self.scaling.advance(self.clusters)
         carry_over = self._carry_over
-        for runtime in [each for each in self._retired if each.idle and not (carry_over and carry_over.reads(each))]:
+        for runtime in [
+            retired for retired in self._retired if retired.idle and not (carry_over and carry_over.reads(retired))
+        ]:
             self._retired.remove(runtime)
             runtime.close()
             self._closed.append(runtime.control.dismantle())
-            if all(runtime.prompts is not each.prompts for each in self.clusters):
+            if all(runtime.prompts is not other.prompts for other in self.clusters):
                 runtime.prompts.close()
         if self._carry_over is not None and self._carry_over.over and not self._retired:
             self._carry_over = None

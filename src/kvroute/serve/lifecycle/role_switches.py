@@ -74,7 +74,11 @@ class RoleSwitches:
     def _review(self, now: float) -> None:
         runtime = self._runtime
         offload, offloading = runtime.settings.offload, runtime.control.offloading
-        if offload is None or offloading is None or any(each.inherited for each in self.in_progress.values()):
+        if (
+            offload is None
+            or offloading is None
+            or any(role_switch.inherited for role_switch in self.in_progress.values())
+        ):
             return
         if runtime.sharing is not None and not runtime.sharing.leads:
             return  # another gateway reviews the roles, or none can because they do not know of each other
@@ -201,7 +205,7 @@ class RoleSwitches:
     async def close(self) -> None:
         """Stop, and cancel the running hooks."""
         self.stop()
-        hooks = [each.hook for each in self.in_progress.values() if each.hook is not None]
+        hooks = [role_switch.hook for role_switch in self.in_progress.values() if role_switch.hook is not None]
         for hook in hooks:
             hook.cancel()
         await asyncio.gather(*hooks, return_exceptions=True)

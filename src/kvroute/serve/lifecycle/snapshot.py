@@ -71,13 +71,13 @@ def status_snapshot(
         scaling=_scaling(runtime, scaling),
         panics=tuple(
             PanicLoad(
-                model=each.model,
-                role=each.role,
-                active=each.state.active,
-                available=each.state.available,
-                instances=each.state.instances,
+                model=panic.model,
+                role=panic.role,
+                active=panic.state.active,
+                available=panic.state.available,
+                instances=panic.state.instances,
             )
-            for each in runtime.panics.sets
+            for panic in runtime.panics.sets
         ),
         discovery=discovery,
         replication=replication,
@@ -155,8 +155,8 @@ def _review(review: Review | None) -> ReviewLoad | None:
 
 def _in_flight(name: str, runtime: ClusterRuntime, retired: Sequence[ClusterRuntime]) -> int:
     uid = runtime.uids.get(name)
-    same = (each for each in retired if name in each.engines and each.uids.get(name) == uid)
-    return sum(each.engines[name].in_flight for each in same)
+    same = (old for old in retired if name in old.engines and old.uids.get(name) == uid)
+    return sum(old.engines[name].in_flight for old in same)
 
 
 def _instance(

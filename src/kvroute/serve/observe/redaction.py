@@ -47,7 +47,7 @@ def is_secret(known: inspect.Type) -> bool:
     if isinstance(known, inspect.Metadata):
         return bool((known.extra or {}).get("secret")) or is_secret(known.type)
     if isinstance(known, inspect.UnionType):
-        return any(is_secret(each) for each in known.types)
+        return any(is_secret(alternative) for alternative in known.types)
     return False
 
 
@@ -81,7 +81,7 @@ def _forms(known: inspect.Type | None) -> list[inspect.Type]:
     if isinstance(known, inspect.Metadata):
         return _forms(known.type)
     if isinstance(known, inspect.UnionType):
-        return [form for each in known.types for form in _forms(each)]
+        return [form for alternative in known.types for form in _forms(alternative)]
     return [] if known is None else [known]
 
 

@@ -219,10 +219,10 @@ class ClusterRuntime:
             self.reports.own_transfers.forget(name)
             del self.uids[name]
             self.metrics.forget(name)
-        for each in following.joined:
-            name = each.engine.name
+        for member in following.joined:
+            name = member.engine.name
             instance = self.cluster.instances[self.cluster.index(name)]
-            self.uids[name] = each.engine.uid
+            self.uids[name] = member.engine.uid
             self.engines[name] = self._factory.client(instance, up=False)
             self.panics.add(self.engines[name])
         self.expected_transfers.change(self.cluster)

@@ -200,7 +200,7 @@ class Collectors:
         if self._runtime.settings.prefix == "approximate":
             return {}
         clients = self._runtime.engines.values()
-        return {each.name: each.instance.endpoint for each in clients if each.instance.endpoint is not None}
+        return {client.name: client.instance.endpoint for client in clients if client.instance.endpoint is not None}
 
     def start(self) -> None:
         """Start all collectors.

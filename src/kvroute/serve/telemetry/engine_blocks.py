@@ -388,7 +388,7 @@ class _TierBlocks:
                 return None, len(parts)
             parts.append(block.ours)
         parts.reverse()
-        return tuple([each for part in parts for each in part]), len(parts)
+        return tuple([block_hash for part in parts for block_hash in part]), len(parts)
 
 
 def _told_units(chain: tuple[int, ...] | None, walked: int) -> int:

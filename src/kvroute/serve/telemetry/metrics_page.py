@@ -149,7 +149,7 @@ def series_missing(page: bytes) -> tuple[str, ...]:
         name.decode()
         for name in names
         if not any(
-            b"\n" + each + end in lines for each in {name, others.get(name, name)} for end in (b"{", b" ", b"\t")
+            b"\n" + family + end in lines for family in {name, others.get(name, name)} for end in (b"{", b" ", b"\t")
         )
     )
 
@@ -174,7 +174,7 @@ def _adapters(page: bytes) -> Slices[Adapters | None]:
         return None
     if not found:
         return None
-    labels = labels_of(max(found, key=lambda each: each[1])[0])
+    labels = labels_of(max(found, key=lambda sample: sample[1])[0])
     texts = (labels.get("running_lora_adapters", ""), labels.get("waiting_lora_adapters", ""))
     names = [name.strip() for text in texts for name in text.split(",")]
     return Adapters(tuple(dict.fromkeys(filter(None, names))), _whole_number(labels.get("max_lora", "")) or 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -97,7 +98,7 @@ def _rule(family: Metric) -> Callable[[float, float], float]:
     if family.name in READ_BY_ALL:
         return max
     if family.type in ("counter", "histogram") or family.name in ADDED:
-        return lambda one, other: one + other
+        return operator.add
     return min if family.name in LEAST else max
 
 

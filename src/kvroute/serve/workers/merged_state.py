@@ -47,12 +47,12 @@ def merged_tick(workers: Sequence[Snapshot]) -> DashboardUpdate:
     """Return the changing values of all workers, as `merged_snapshot` merges them."""
     same = _same(workers)
     newest = _history(same, points_most=1)
-    return replace(_tick([each.tick for each in same]), splits=_splits(same), history=newest[0] if newest else None)
+    return replace(_tick([worker.tick for worker in same]), splits=_splits(same), history=newest[0] if newest else None)
 
 
 def _same(workers: Sequence[Snapshot]) -> list[Snapshot]:
     """Return the workers that have the layout of the first one."""
-    return [each for each in workers if each.layout.instances == workers[0].layout.instances]
+    return [worker for worker in workers if worker.layout.instances == workers[0].layout.instances]
 
 
 def _tick(ticks: Sequence[DashboardUpdate]) -> DashboardUpdate:
@@ -70,7 +70,7 @@ def _tick(ticks: Sequence[DashboardUpdate]) -> DashboardUpdate:
         rejects=sum(tick.rejects for tick in ticks),
         transfers_in_flight=sum(tick.transfers_in_flight for tick in ticks),
         transfers=tuple(_transfers(ticks))[-_TRANSFERS_MOST:],
-        decisions=tuple(sorted(_decisions(ticks), key=lambda each: (each.at, each.id)))[-_DECISIONS_MOST:],
+        decisions=tuple(sorted(_decisions(ticks), key=lambda decision: (decision.at, decision.id)))[-_DECISIONS_MOST:],
         wan=tuple([_wan(links) for links in zip(*(tick.wan for tick in ticks), strict=True)]),
         paths=_paths(ticks),
         shadow=_shadow([tick.shadow for tick in ticks if tick.shadow is not None]),
@@ -142,13 +142,13 @@ def _splits(workers: Sequence[Snapshot]) -> tuple[Split, ...]:
 
 def _split(splits: Sequence[Split], times: Sequence[Sequence[bytes]]) -> Split:
     """Add the splits of one policy. Args: `times`: distributions of the TTFT and of its parts, of each split."""
-    whole, *parts = [Distribution(each) for each in zip(*times, strict=True)]
+    whole, *parts = [Distribution(encoded) for encoded in zip(*times, strict=True)]
 
     def mean_s(part: str) -> float:
         return _weighted([(split.part_mean_s[part], split.streams) for split in splits]) or 0.0
 
     def parts_s(share: float) -> dict[str, float]:
-        return {part: short(each.quantile_s(share)) for part, each in zip(PARTS, parts, strict=True)}
+        return {part: short(distribution.quantile_s(share)) for part, distribution in zip(PARTS, parts, strict=True)}
 
     return Split(
         policy=splits[0].policy,
@@ -191,8 +191,8 @@ def _history(workers: Sequence[Snapshot], points_most: int = POINTS_MOST) -> tup
     ahead_s = [workers[0].tick.at - worker.tick.at for worker in workers]
     ended = [zip(worker.history, _distributions(worker).history, strict=True) for worker in workers]
     points = []
-    for row in islice(zip_longest(*(reversed(list(each)) for each in ended)), points_most):
-        known = [(*each, ahead) for each, ahead in zip(row, ahead_s, strict=True) if each is not None]
+    for row in islice(zip_longest(*(reversed(list(series)) for series in ended)), points_most):
+        known = [(*point, ahead) for point, ahead in zip(row, ahead_s, strict=True) if point is not None]
         ttft = Distribution(times for _, times, _ in known)
         points.append(
             HistoryPoint(

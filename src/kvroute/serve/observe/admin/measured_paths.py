@@ -60,7 +60,7 @@ class MeasuredPaths:
 
     def slowest(self, at: float, count: int) -> tuple[MeasuredPath, ...]:
         """Return the pairs that are slowest compared with the cluster file, the slowest first."""
-        found = nsmallest(count, self._paths.items(), key=lambda each: (each[1].ratio, each[0]))
+        found = nsmallest(count, self._paths.items(), key=lambda entry: (entry[1].ratio, entry[0]))
         return tuple(
             MeasuredPath(
                 source=source,

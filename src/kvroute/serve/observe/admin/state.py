@@ -110,8 +110,8 @@ class DashboardState:
         for moving in (*self._moving.values(), *self._ended):
             moving.source = positions.get(names[moving.source], -1)
             moving.target = positions.get(names[moving.target], -1)
-        self._moving = {key: each for key, each in self._moving.items() if min(each.source, each.target) >= 0}
-        kept = [each for each in self._ended if min(each.source, each.target) >= 0]
+        self._moving = {key: moving for key, moving in self._moving.items() if min(moving.source, moving.target) >= 0}
+        kept = [moving for moving in self._ended if min(moving.source, moving.target) >= 0]
         self._ended = deque(kept, maxlen=TRANSFERS_SHOWN_MOST)
         self._traffic = WanTraffic(cluster)
         self._paths.change(cluster)
@@ -259,7 +259,9 @@ class DashboardState:
             decisions=tuple(judgement_of(*entry) for entry in newest),
             window_s=WINDOW_S,
             splits=self._recent.splits(at),
-            wan=self._traffic.load(((each.source, each.target, each.kv_bytes) for each in self._moving.values()), at),
+            wan=self._traffic.load(
+                ((moving.source, moving.target, moving.kv_bytes) for moving in self._moving.values()), at
+            ),
             paths=self._paths.slowest(at, PATHS_SHOWN_MOST),
             shadow=msgspec.structs.replace(self._shadow) if self._shadow else None,
             offloaded_share=self._offloaded_share(at),

@@ -229,8 +229,8 @@ def _scaling_gauges(scaling: ScalingLoad | None) -> Iterator[tuple[MetricFamily,
     desired = [((model.model, "prefill"), model.prefill) for model in models]
     yield _DESIRED, [*desired, *(((model.model, "decode"), model.decode) for model in models)]
     pairs = [(model, k, role) for model in models for k, role in enumerate(("prefill", "decode"))]
-    yield _NEEDED, [((each.model, role, each.reasons[k]), each.needed[k]) for each, k, role in pairs]
-    yield _SERVING, [((each.model, role), each.serving[k]) for each, k, role in pairs]
+    yield _NEEDED, [((scaled.model, role, scaled.reasons[k]), scaled.needed[k]) for scaled, k, role in pairs]
+    yield _SERVING, [((scaled.model, role), scaled.serving[k]) for scaled, k, role in pairs]
     yield _RATE, [((model.model,), model.rate_per_s) for model in models]
     yield _ATTAINMENT, [((model.model,), model.attainment) for model in models]
     moving = (("start", scaling.starting), ("stop", scaling.stopping)) if scaling is not None else ()

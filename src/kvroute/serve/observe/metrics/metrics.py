@@ -377,8 +377,8 @@ class Metrics:
             if isinstance(counted, Counter | Histogram):
                 yield counted.text(openmetrics)
             elif isinstance(counted, ReplicationMetrics | ClassMetrics):
-                for each in vars(counted).values():
-                    yield each.text(openmetrics)
+                for part in vars(counted).values():
+                    yield part.text(openmetrics)
         gauges = load_gauges(self._load(), self._transferring, self.roles, version=self.version, policy=self.policy)
         for family, samples in gauges:
             yield lines(family, samples, openmetrics)

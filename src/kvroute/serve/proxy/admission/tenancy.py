@@ -128,7 +128,7 @@ class Tenancy:
         """Use other settings; buckets keep their levels unless the rates of their key have changed."""
         self._classes = dict(settings.classes)
         self._class_names = dict(settings.keys.classes)
-        self._rated = any(each.rated for each in self._classes.values())
+        self._rated = any(grant.rated for grant in self._classes.values())
         classes, names = self._classes, self._class_names
 
         def rates_of(key: str) -> KeyRates:
