@@ -116,8 +116,8 @@ def _changes(record: Record) -> list[tuple[float, str]]:
     words = {0.0: "cut", 1.0: "restored"}
     settings: Mapping[str, Any] = record.config.get("settings", {})
     return [
-        (float(each["at_s"]), f"{each['link']} {words.get(each['share'], format(each['share'], '.0%'))}")
-        for each in settings.get("changes", ())
+        (float(change["at_s"]), f"{change['link']} {words.get(change['share'], format(change['share'], '.0%'))}")
+        for change in settings.get("changes", ())
     ]
 
 

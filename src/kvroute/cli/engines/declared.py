@@ -27,7 +27,7 @@ def declared(command: CommandSpec) -> Callable[..., None]:
 
     parameters = [_parameter(option) for option in command.options]
     run.__signature__ = Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__name__ = command.name
     run.__doc__ = command.about + (f"\n\nExample: [bold]{command.example}[/bold]" if command.example else "")
     return run

@@ -46,17 +46,17 @@ def llm(
         shown.print(rich_table(_geometry(models[0]), shown.width))
 
 
-def _plain(each: Model, tp: int, tokens: int) -> dict[str, Any]:
+def _plain(model: Model, tp: int, tokens: int) -> dict[str, Any]:
     return {
-        "name": each.name,
-        "layers": [asdict(group) for group in each.layers],
+        "name": model.name,
+        "layers": [asdict(group) for group in model.layers],
         "tp": tp,
         "tokens": tokens,
-        "kv_bytes_per_token": each.kv_bytes_per_token,
-        "kv_bytes_per_token_shard": each.kv_bytes_per_token_shard(tp),
-        "request_state_bytes": each.request_state_bytes,
-        "kv_bytes": each.kv_bytes(tokens),
-        "kv_bytes_shard": each.kv_bytes_shard(tokens, tp),
+        "kv_bytes_per_token": model.kv_bytes_per_token,
+        "kv_bytes_per_token_shard": model.kv_bytes_per_token_shard(tp),
+        "request_state_bytes": model.request_state_bytes,
+        "kv_bytes": model.kv_bytes(tokens),
+        "kv_bytes_shard": model.kv_bytes_shard(tokens, tp),
     }
 
 
@@ -87,12 +87,12 @@ def _sizes(models: list[Model], tp: int, tokens: int) -> Grid:
     return Grid(f"KV cache, {tokens:,} tokens, TP {tp}", headings, rows)
 
 
-def _geometry(each: Model) -> Grid:
+def _geometry(model: Model) -> Grid:
     from kvroute.report.grid import UNKNOWN, Grid, GridEntry, Heading
 
     titles = ("count", "KV heads", "key dim", "value dim", "B/number", "window tokens", "B/token", "state B")
     rows = []
-    for group in each.layers:
+    for group in model.layers:
         numbers = (
             group.count,
             group.kv_heads,

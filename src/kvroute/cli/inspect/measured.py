@@ -50,13 +50,15 @@ def measured_transfers(log: Path, made: Sequence[tuple[Event, Decode]]) -> list[
     known = {instance.name for instance in cluster.instances}
     return [
         None
-        if each is None or not known.issuperset((each.source, each.target))
+        if transfer is None or not known.issuperset((transfer.source, transfer.target))
         else MeasuredTransfer(
-            each,
-            float(cluster.tier_bytes_per_s[cluster.tier[cluster.index(each.source), cluster.index(each.target)]]),
-            each.at > event.at,
+            transfer,
+            float(
+                cluster.tier_bytes_per_s[cluster.tier[cluster.index(transfer.source), cluster.index(transfer.target)]]
+            ),
+            transfer.at > event.at,
         )
-        for each, (event, _) in zip(found, made, strict=True)
+        for transfer, (event, _) in zip(found, made, strict=True)
     ]
 
 

@@ -36,5 +36,5 @@ def _reason(cluster: Cluster, spec: ControlSpec, request: Request, instance: Ins
     if not (traits.prefill_decodes if instance.role == "prefill" else traits.decode_prefills):
         return "engine"
     decodes_only = spec.parameters.get("aggregated") == 1 and instance.role == "prefill"
-    mixed = any(each.role == "both" for each in cluster.instances if each.model == instance.model)
+    mixed = any(peer.role == "both" for peer in cluster.instances if peer.model == instance.model)
     return "role" if decodes_only or mixed else "store"

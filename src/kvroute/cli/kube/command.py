@@ -88,8 +88,8 @@ def check(
     of_pool = {} if pool is None else pool_fields(pool, namespace, selector)
     wanted = TopologyConstraint.parse(constraint) if constraint else None
     levels = DEFAULT_LEVELS
-    for each in level or ():
-        levels = levels.with_keys(each)
+    for labels in level or ():
+        levels = levels.with_keys(labels)
     in_namespace = "" if all_namespaces else of_pool.get("namespace", namespace)
     options = DiscoverySpec(in_namespace, selector or "", levels)
     access = Access(kubeconfig, context)

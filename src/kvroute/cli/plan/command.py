@@ -164,10 +164,10 @@ def ratio(
 
     found = [find_model(name) for name in models]
     if kv_number is not None:
-        found = [each.with_kv_numbers(kv_number) for each in found]
-    rows = [(each, [cache_compute(each, tokens, appended) for tokens in cached or _CACHED]) for each in found]
+        found = [model.with_kv_numbers(kv_number) for model in found]
+    rows = [(model, [cache_compute(model, tokens, appended) for tokens in cached or _CACHED]) for model in found]
     if as_json:
-        print_json([one for _, some in rows for one in some])
+        print_json([row for _, some in rows for row in some])
         return
     shown = console()
     shown.print(rich_table(ratio_grid(rows), shown.width))
@@ -274,11 +274,11 @@ def _egress_row(name: str, tokens: int, gpus: int, gpus_per_instance: int, prefi
             raise InputError(
                 "the prefill time is not above 0", where="--prefill", hint="give the measured time, e.g. '1.84 s'"
             )
-        each, key, source = found.kv_bytes(tokens) / seconds, found.name, f"KV size over {prefill.strip()}"
+        kv_bytes_per_s, key, source = found.kv_bytes(tokens) / seconds, found.name, f"KV size over {prefill.strip()}"
     else:
-        each, source = published_kv_bytes_per_s(key, tokens), "PrfaaS Table 3, 8 H200"
-    need = egress_bytes_per_s(gpus, gpus_per_instance, each)
-    return {"model": key, "kv_gbps": each * 8 / 1e9, "egress_gbps": need * 8 / 1e9, "source": source}
+        kv_bytes_per_s, source = published_kv_bytes_per_s(key, tokens), "PrfaaS Table 3, 8 H200"
+    need = egress_bytes_per_s(gpus, gpus_per_instance, kv_bytes_per_s)
+    return {"model": key, "kv_gbps": kv_bytes_per_s * 8 / 1e9, "egress_gbps": need * 8 / 1e9, "source": source}
 
 
 def _prefill_s(text: str) -> float:

@@ -150,9 +150,9 @@ def _report(found: Sequence[Comparison]) -> None:
 
 
 def _halves(found: Sequence[Comparison]) -> Iterator[tuple[str, str, Half]]:
-    for one in found:
-        yield one.policy, "live", one.live
-        yield "", "predicted", one.predicted
+    for comparison in found:
+        yield comparison.policy, "live", comparison.live
+        yield "", "predicted", comparison.predicted
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
@@ -199,7 +199,7 @@ def _verdict(found: Sequence[Comparison]) -> Iterator[str]:
             f"The mean TTFT under {last.policy} is {_change(live)} than under {first.policy}; "
             f"the simulator predicted {_change(predicted)}."
         )
-    off = ", ".join(f"{100 * abs(one.off):.1f} % ({one.policy})" for one in found)
+    off = ", ".join(f"{100 * abs(comparison.off):.1f} % ({comparison.policy})" for comparison in found)
     yield f"Live and predicted medians are {off} apart; both use the same decision code."
 
 
@@ -223,7 +223,10 @@ def save(found: Sequence[Comparison], page: str, out: Path) -> None:
     """Write dashboard.html and demo.json, each atomically. Raises InputError if a file cannot be written."""
     from kvroute.files.compressed_lines import written_whole
 
-    rows = [{"policy": one.policy, "live": one.live, "predicted": one.predicted} for one in found]
+    rows = [
+        {"policy": comparison.policy, "live": comparison.live, "predicted": comparison.predicted}
+        for comparison in found
+    ]
     with written_whole(out / "dashboard.html", "choose another folder") as part:
         part.write_text(page, encoding="utf-8")
     with written_whole(out / "demo.json", "choose another folder") as part:

@@ -240,8 +240,8 @@ def _grid(found: Sequence[Round]) -> Grid:
         Heading("CPU", drop=2),
     )
     rows = []
-    for one in found:
-        kernel, simulated = one.kernel, one.simulated
+    for comparison in found:
+        kernel, simulated = comparison.kernel, comparison.simulated
         pairs = (
             (kernel.ttft_p50_s, simulated.ttft_p50_s),
             (kernel.ttft_p90_s, simulated.ttft_p90_s),
@@ -250,6 +250,6 @@ def _grid(found: Sequence[Round]) -> Grid:
             (kernel.parts_s["transfer"], simulated.parts_s["transfer"]),
         )
         times = (f"{1e3 * a:,.0f} ({1e3 * b:,.0f})" for a, b in pairs)
-        texts = (one.policy, *times, f"{kernel.answered}/{len(kernel.ttft_s)}", f"{one.cpu_share:.0%}")
+        texts = (comparison.policy, *times, f"{kernel.answered}/{len(kernel.ttft_s)}", f"{comparison.cpu_share:.0%}")
         rows.append(tuple(map(GridEntry, texts)))
     return Grid("Time to first token, ms: kernel (simulated)", headings, tuple(rows))

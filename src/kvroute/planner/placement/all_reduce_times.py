@@ -70,7 +70,9 @@ class AllReduceTimes:
         if form not in self._schemes:
             tensor = AllReduce(group, _BYTES, self._element_bytes)
             found = {scheme: all_reduce(scheme, tensor, self._cluster, self._aggregation) for scheme in self._allowed}
-            self._schemes[form] = {scheme: self._line(each) for scheme, each in found.items() if each is not None}
+            self._schemes[form] = {
+                scheme: self._line(collective) for scheme, collective in found.items() if collective is not None
+            }
         return self._schemes[form]
 
     def best(self, group: Shards, nbytes: float) -> tuple[Scheme | None, Affine]:

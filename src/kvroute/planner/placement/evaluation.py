@@ -110,7 +110,7 @@ class Evaluation:
             "decode (KV memory and batch)": self._highest(lambda at: self.operation(at, network=False).room),
             f"network ({self.busiest_link()})": self.network_per_s,
         }
-        return dict(sorted(found.items(), key=lambda each: each[1]))
+        return dict(sorted(found.items(), key=lambda bound: bound[1]))
 
     def _highest(self, attainment_of: Callable[[float], float]) -> float:
         return highest_rate(self._problem.objective.attainment, attainment_of, self._most_per_s)
@@ -121,23 +121,23 @@ class Evaluation:
         link = network_per_s * float(self._link_s.max())
         transfers = self._transfer_s(network_per_s)
         tpot = room = batch = step_s = 0.0
-        for each in self._decode:
-            load = decode_load(self._problem, each.instance, each.slowdown(network_per_s))
-            share = each.count * each.share
-            mean = load.mean_batch(rate_per_s * each.share)
-            tpot += share * load.tpot_attainment(rate_per_s * each.share, objective.tpot_s)
-            room += share * load.room(rate_per_s * each.share)
+        for member in self._decode:
+            load = decode_load(self._problem, member.instance, member.slowdown(network_per_s))
+            share = member.count * member.share
+            mean = load.mean_batch(rate_per_s * member.share)
+            tpot += share * load.tpot_attainment(rate_per_s * member.share, objective.tpot_s)
+            room += share * load.room(rate_per_s * member.share)
             batch = max(batch, mean)
             step_s += share * load.step_s(mean)
         # KV arrives in the middle of an iteration; the first token comes at the end of the next one.
         spare_s = objective.ttft_s - transfers - 1.5 * step_s
         ttft = utilisation = 0.0
-        for each in self._prefill:
-            prefill_s = each.instance.times(each.slowdown(network_per_s)).prefill_s(self._mix.tokens)
-            stage_s = prefill_s * each.instance.roofline.stage_share
-            queue = waiting(rate_per_s * each.share, stage_s, self._mix.share)
+        for member in self._prefill:
+            prefill_s = member.instance.times(member.slowdown(network_per_s)).prefill_s(self._mix.tokens)
+            stage_s = prefill_s * member.instance.roofline.stage_share
+            queue = waiting(rate_per_s * member.share, stage_s, self._mix.share)
             within = queue.within(spare_s - prefill_s) @ self._mix.share
-            ttft += each.count * each.share * float(within.mean())
+            ttft += member.count * member.share * float(within.mean())
             utilisation = max(utilisation, queue.utilisation)
         alive = 1.0 if link < 1.0 else 0.0
         return OperatingPoint(

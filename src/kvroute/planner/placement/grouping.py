@@ -136,7 +136,7 @@ class Grouper:
             found = greedy_chunks(counts, self.size, values)
             if self.method == "milp":
                 solved = milp_chunks(counts, self.size, values)
-                found = max((found, solved), key=lambda plan: sum(values[self.size // len(each)] for each in plan))
+                found = max((found, solved), key=lambda plan: sum(values[self.size // len(group)] for group in plan))
             self._plans[key] = (len(found), found)
         return self._plans[key][1]
 
@@ -157,7 +157,7 @@ class Grouper:
         for tier in (1, 2, 3):
             for nodes in self.pool.domains(tier).values():
                 while len(found) < wanted and sum(len(self.pool.free[node]) for node in nodes) >= self.size:
-                    shares = max(self._even_shares(nodes), key=lambda each: self.price(self._first(each)))
+                    shares = max(self._even_shares(nodes), key=lambda split: self.price(self._first(split)))
                     found.append(tuple(gpu for node, count in shares.items() for gpu in self.pool.take(node, count)))
         return found
 
@@ -180,7 +180,7 @@ class Grouper:
 def greedy_chunks(counts: Sequence[int], size: int, values: dict[int, float]) -> Chunks:
     """Return groups of equal chunks, the most valuable form first, from the servers with the fewest sufficient GPUs."""
     left, found = list(counts), list[tuple[int, ...]]()
-    for chunk in sorted(values, key=lambda each: (-values[each], -each)):
+    for chunk in sorted(values, key=lambda gpus: (-values[gpus], -gpus)):
         parts = size // chunk
         while True:
             fitting = sorted((count, place) for place, count in enumerate(left) if count >= chunk)[:parts]

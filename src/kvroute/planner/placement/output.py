@@ -85,11 +85,11 @@ def _timing(instance: PlacedInstance) -> TimingEntry:
     )
 
 
-def _entry(problem: PlacementProblem, each: Named, timing: str) -> InstanceEntry:
-    instance = each.instance
+def _entry(problem: PlacementProblem, named: Named, timing: str) -> InstanceEntry:
+    instance = named.instance
     capacity = instance.roofline.kv_tokens() * problem.model.kv_bytes_per_token
     return InstanceEntry(
-        name=each.name,
+        name=named.name,
         role=instance.phase,
         gpus=",".join(_ranges(problem, instance.gpus)),
         model=problem.model_name,
@@ -116,16 +116,16 @@ def _all_reduce(problem: PlacementProblem, instance: PlacedInstance) -> AllReduc
 
 def _ranges(problem: PlacementProblem, gpus: Sequence[Gpu]) -> Iterator[str]:
     """Yield GPUs in their order as `node:first-last`."""
-    runs = groupby(enumerate(gpus), key=lambda each: (each[1][0], each[1][1] - each[0]))
+    runs = groupby(enumerate(gpus), key=lambda place: (place[1][0], place[1][1] - place[0]))
     for (node, _), run in runs:
         indices = [gpu for _, (_, gpu) in run]
         last = f"-{indices[-1]}" if len(indices) > 1 else ""
         yield f"{problem.cluster.places.nodes[node].name}:{indices[0]}{last}"
 
 
-def launch_commands(problem: PlacementProblem, each: Named) -> list[str]:
+def launch_commands(problem: PlacementProblem, named: Named) -> list[str]:
     """Return the commands that start an instance with vLLM: one per server, the first one on the server of rank 0."""
-    instance = each.instance
+    instance = named.instance
     nodes = list(dict.fromkeys(node for node, _ in instance.gpus))
     transfer = msgspec.json.encode({"kv_connector": "NixlConnector", "kv_role": _ROLES[instance.phase]}).decode()
     common = ["vllm", "serve", problem.model_name, "--tensor-parallel-size", str(instance.split.tp)]

@@ -92,7 +92,7 @@ def kv_elements(tokens_in: float, hidden: int, heads: int, tp: int) -> float:
 def transfer_s(elements_of_pairs: Sequence[float], hops_bits_per_s: Sequence[Sequence[float]]) -> float:
     """Return T_f (eq. 14 and 15) of the pairs of one prefill GPU that is the slowest: the sum over its pairs, without
     sharing of links."""
-    return sum(hops_s(each, hops) for each, hops in zip(elements_of_pairs, hops_bits_per_s, strict=True))
+    return sum(hops_s(elements, hops) for elements, hops in zip(elements_of_pairs, hops_bits_per_s, strict=True))
 
 
 def least_gpus(weights_bytes: float, memory_bytes: Sequence[float], share: float) -> float:

@@ -144,7 +144,7 @@ class Search:
         chosen = [
             candidate for candidate in self.candidates() if (candidate.prefill, candidate.decode) == (prefill, decode)
         ]
-        placed = [placement for each in chosen for placement in self.placements(each)]
+        placed = [placement for choice in chosen for placement in self.placements(choice)]
         return max(placed, key=lambda placement: placement.rate_per_s, default=None)
 
     def candidates(self) -> Iterator[ParallelismChoice]:
@@ -250,7 +250,7 @@ class Search:
         """Return groups of both phases on one kind; the phase with the larger groups chooses first."""
         pool = Pool.of(self.problem.cluster, kind.gpus)
         found: dict[Phase, list[Shards]] = {}
-        for phase in sorted(PHASES, key=lambda each: -candidate.split(each).tp):
+        for phase in sorted(PHASES, key=lambda side: -candidate.split(side).tp):
             split, count = candidate.split(phase), candidate.counts[PHASES.index(phase)]
             found[phase] = self._grouper(pool, phase, kind, split.tp).groups(count * split.pp, spread=spread)
         return found

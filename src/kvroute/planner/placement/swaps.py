@@ -42,8 +42,8 @@ class Swaps:
         self._prices = [price(group) for group in groups]
         self._tried = [
             number
-            for number, each in enumerate(self._prices)
-            if each < best * (1.0 - 1e-9) and len({node for node, _ in self.groups[number]}) > 1
+            for number, value in enumerate(self._prices)
+            if value < best * (1.0 - 1e-9) and len({node for node, _ in self.groups[number]}) > 1
         ]
         self._beside: dict[int, set[int]] = {}
         for number, group in enumerate(self.groups):

@@ -36,7 +36,7 @@ class Lengths:
         lengths."""
         tokens, share = self.mix.tokens, self.mix.share
         middle = math.exp(float(share @ np.log(tokens)))
-        moved, edges = (middle * (each / middle) ** factor for each in (tokens, self.thresholds))
+        moved, edges = (middle * (length / middle) ** factor for length in (tokens, self.thresholds))
         back = self.mix.mean_tokens / float(share @ moved)
         edges *= back
         # Rounding must not move a length across the edge of its own group.
@@ -102,4 +102,4 @@ def incremental(trace: Trace, cache_tokens: int | None) -> tuple[FloatArray, flo
 
 
 def _normal_cdf(z: FloatArray) -> FloatArray:
-    return np.array([0.5 * math.erfc(-each / math.sqrt(2)) for each in z.tolist()])
+    return np.array([0.5 * math.erfc(-quantile / math.sqrt(2)) for quantile in z.tolist()])

@@ -137,10 +137,10 @@ def _bounds_per_s(best: Optimum) -> dict[str, float | None]:
 
 def _egress_need(problem: Problem, best: Optimum, site: Site) -> EgressNeed:
     def need_gbps(threshold_tokens: float) -> float:
-        each = mean_kv_bytes_per_s(
+        kv_bytes_per_s = mean_kv_bytes_per_s(
             problem.lengths.mix, threshold_tokens, problem.kv_bytes, site.hardware.prefill_s, problem.reading
         )
-        return egress_bytes_per_s(site.gpus, problem.gpus_per_instance, each) * 8 / 1e9
+        return egress_bytes_per_s(site.gpus, problem.gpus_per_instance, kv_bytes_per_s) * 8 / 1e9
 
     return EgressNeed(
         cluster=site.name,

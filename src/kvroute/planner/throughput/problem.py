@@ -224,11 +224,11 @@ class _Reader:
         return Site("homogeneous", found, self._instances(entry.gpus, ("homogeneous", "gpus")), entry.gpus)
 
     def _instances(self, gpus: int, key: Key) -> int:
-        each = self.file.gpus_per_instance
-        if gpus % each:
-            what = f"{gpus} GPUs cannot be divided into instances of {each}"
-            raise self.lines.error(what, key, f"use a multiple of {each}, or change `gpus_per_instance`")
-        return gpus // each
+        per_instance = self.file.gpus_per_instance
+        if gpus % per_instance:
+            what = f"{gpus} GPUs cannot be divided into instances of {per_instance}"
+            raise self.lines.error(what, key, f"use a multiple of {per_instance}, or change `gpus_per_instance`")
+        return gpus // per_instance
 
     def _decodes(self, found: Hardware, key: Key) -> None:
         if not found.decode_per_s:

@@ -204,12 +204,12 @@ def _ttft(optimum: Optimum) -> PrefillTtft:
     """Return mean and p90 of the prefill seconds, each cluster weighted with its share of the requests."""
     cell, mix = optimum.cell, optimum.system.mix
     short = np.arange(len(mix.tokens)) < cell.cut.below[0]
-    each = (
+    stages = (
         (optimum.prfaas, cell.prfaas_each_per_s[:, 0], ~short),
         (optimum.pd, cell.pd_p_each_per_s[:, 0, 0], short),
     )
     seconds, weights = [], []
-    for sites, rates_per_s, mine in each:
+    for sites, rates_per_s, mine in stages:
         for site, rate_per_s in zip(sites, rates_per_s.tolist(), strict=True):
             if rate_per_s > 0:
                 seconds.append(site.hardware.prefill_s(mix.tokens[mine]))

@@ -110,11 +110,11 @@ def with_spread(problem: Problem, factor: float) -> Problem:
 
 def price_point(optima: dict[Kind, Optimum], factor: float) -> PricePoint:
     """Return requests per price for each kind; a price changes no throughput, so no search is repeated."""
-    each: dict[Kind, float] = {}
+    requests_per_price: dict[Kind, float] = {}
     for kind, optimum in optima.items():
         price = sum(site.price for site in optimum.pd) + factor * sum(site.price for site in optimum.prfaas)
-        each[kind] = 3600 * optimum.lambda_max_per_s / price
-    return PricePoint(factor=factor, requests_per_price=each)
+        requests_per_price[kind] = 3600 * optimum.lambda_max_per_s / price
+    return PricePoint(factor=factor, requests_per_price=requests_per_price)
 
 
 def break_even_factor(optima: dict[Kind, Optimum]) -> float:

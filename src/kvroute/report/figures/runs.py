@@ -64,7 +64,7 @@ def ttft_breakdown(runs: Sequence[Summary]) -> Figure:
     values = []
     for policy in policies:
         known = [estimate(getattr(run.ttft_parts_s, part) for run in of_policy(runs, policy)) for part in _PARTS]
-        values.append([0.0 if each is None else each.mean * 1e3 for each in known])
+        values.append([0.0 if estimated is None else estimated.mean * 1e3 for estimated in known])
     return _stacks(policies, values, _PART_NAMES, PART_COLOURS, "mean TTFT, ms", _ms_text, NO_TOKEN, totals=True)
 
 

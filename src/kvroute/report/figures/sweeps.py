@@ -144,13 +144,13 @@ def _gap_line(axes: Axes, records: Sequence[Record], axis: str, versus: tuple[st
         if found is not None:
             gaps.append((value, found))
     axes.axhline(0, color=FAINT, linewidth=1)
-    axes.plot([x for x, _ in gaps], [each.relative for _, each in gaps], color=drawn.colour, linewidth=1.2)
-    for x, each in gaps:
-        face = "white" if each.is_noise else drawn.colour
-        error = relative_half_width(each) or 0
-        axes.errorbar(x, each.relative, error, color=drawn.colour, marker="o", markerfacecolor=face, capsize=2.5)
+    axes.plot([x for x, _ in gaps], [difference.relative for _, difference in gaps], color=drawn.colour, linewidth=1.2)
+    for x, difference in gaps:
+        face = "white" if difference.is_noise else drawn.colour
+        error = relative_half_width(difference) or 0
+        axes.errorbar(x, difference.relative, error, color=drawn.colour, marker="o", markerfacecolor=face, capsize=2.5)
     if gaps:
-        reach = max(abs(each.relative) + (relative_half_width(each) or 0) for _, each in gaps)
+        reach = max(abs(difference.relative) + (relative_half_width(difference) or 0) for _, difference in gaps)
         axes.set_ylim(
             -max(reach * 1.15, 0.02), max(reach * 0.35, 0.02) if all(e.relative <= 0 for _, e in gaps) else reach * 1.15
         )
@@ -170,13 +170,18 @@ def heat_map(records: Sequence[Record], versus: tuple[str, str] = ("netkv", "cla
             {point: gap(runs, versus) for point, runs in by_point(of_profile(records, name)).items()}
             for name in profiles
         ]
-        reach = max((abs(each.relative) for some in gaps for each in some.values() if each is not None), default=0.0)
+        reach = max(
+            (abs(difference.relative) for some in gaps for difference in some.values() if difference is not None),
+            default=0.0,
+        )
         figure, grid_axes = panels(
             1, len(profiles), width=0.62 * len(x_values) + 0.6, height=0.5 * len(y_values) + 0.6, sharey=True
         )
         for axes, some, profile in zip(grid_axes[0], gaps, profiles, strict=True):
             cells = [[some.get((y, x)) for x in x_values] for y in y_values]
-            shares = np.array([[np.nan if each is None else each.relative for each in row] for row in cells])
+            shares = np.array(
+                [[np.nan if difference is None else difference.relative for difference in row] for row in cells]
+            )
             limit = max(reach, 0.05)
             image = axes.pcolormesh(shares, cmap="RdBu_r", vmin=-limit, vmax=limit, edgecolors=PAPER, linewidth=1.5)
             for (row, column), share in np.ndenumerate(shares):
@@ -197,12 +202,12 @@ def heat_map(records: Sequence[Record], versus: tuple[str, str] = ("netkv", "cla
     return figure
 
 
-def _annotate(axes: Axes, x: float, y: float, each: Difference | None, *, dark: bool) -> None:
-    if each is None:
+def _annotate(axes: Axes, x: float, y: float, difference: Difference | None, *, dark: bool) -> None:
+    if difference is None:
         text = "–"
     else:
-        text = f"{each.relative * 100:+.1f}".replace("-", "−")
-        text = f"({text})" if each.is_noise else text
+        text = f"{difference.relative * 100:+.1f}".replace("-", "−")
+        text = f"({text})" if difference.is_noise else text
     axes.text(x, y, text, ha="center", va="center", fontsize=7.5, color="#fefefe" if dark else "#111111")
 
 
@@ -214,9 +219,9 @@ def ablation_bars(records: Sequence[Record]) -> Figure:
         for axes, profile in zip(grid_axes[0], profiles, strict=False):
             runs = summaries(of_profile(records, profile))
             known = [estimate(mean_ttft_s(run) for run in of_policy(runs, policy)) for policy in policies]
-            means = [each.mean * 1e3 for each in known if each is not None]
-            for row, (policy, each) in enumerate(zip(policies, known, strict=True)):
-                _bar(axes, row, policy, each, gap(runs, (policy, policies[0])) if row else None)
+            means = [estimated.mean * 1e3 for estimated in known if estimated is not None]
+            for row, (policy, estimated) in enumerate(zip(policies, known, strict=True)):
+                _bar(axes, row, policy, estimated, gap(runs, (policy, policies[0])) if row else None)
             axes.set_xlim(0, max(means, default=1) * 1.5 or 1)
             policy_rows(axes, policies)
             axes.set_title(plain(profile))

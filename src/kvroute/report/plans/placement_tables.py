@@ -67,7 +67,7 @@ def _phase_rows(phase: Phase, plan: PhasePlan) -> list[tuple[GridEntry, ...]]:
     kinds = ", ".join(plan.gpu_kinds)
     found = Counter(zip(plan.schemes, plan.servers_spanned, strict=True))
     rows = []
-    for (scheme, servers), count in sorted(found.items(), key=lambda each: -each[1]):
+    for (scheme, servers), count in sorted(found.items(), key=lambda entry: -entry[1]):
         cells = (
             phase,
             f"{count:,}",

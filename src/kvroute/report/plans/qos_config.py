@@ -109,11 +109,11 @@ def _environment(plan: QosPlan) -> str:
         "roce": {"nccl": "NCCL_IB_TC", "ucx": "UCX_IB_TRAFFIC_CLASS"},
     }[plan.link]
     lines = []
-    for each in plan.classes:
-        if each.library is None or (plan.link == "roce" and not each.dscp):
+    for traffic_class in plan.classes:
+        if traffic_class.library is None or (plan.link == "roce" and not traffic_class.dscp):
             continue
-        value = each.service_level if plan.link == "infiniband" else each.dscp[0] * 4 + _ECN_CAPABLE
-        lines.append(f"export {names[each.library]}={value}  # {each.name}")
+        value = traffic_class.service_level if plan.link == "infiniband" else traffic_class.dscp[0] * 4 + _ECN_CAPABLE
+        lines.append(f"export {names[traffic_class.library]}={value}  # {traffic_class.name}")
     return "\n".join(lines)
 
 

@@ -30,8 +30,8 @@ def ratio_grid(rows: Sequence[tuple[Model, Sequence[CacheCompute]]]) -> Grid:
                     model.name,
                     f"{model.compute.active_parameters / 1e9:,.3g}" if model.compute else "",
                     f"{model.kv_bytes_per_token:,.0f}",
-                    *(f"{each.token_flop / 1e9:,.4g}" for each in found),
-                    *(f"{each.cached_bytes_per_flop * 1e6:,.3g}" for each in found),
+                    *(f"{row.token_flop / 1e9:,.4g}" for row in found),
+                    *(f"{row.cached_bytes_per_flop * 1e6:,.3g}" for row in found),
                 ),
             )
         )

@@ -94,14 +94,14 @@ def egress_need(plan: Plan) -> Figure:
         needs = plan.report.egress_need
         figure, rows = panels(1, len(needs), width=4.6, height=2.9)
         for axes, need in zip(rows[0], needs, strict=True):
-            each = plan.problem.gpus_per_instance
-            gpus = np.geomspace(each, max(10_000, 4 * need.gpus), 60)
+            instance_gpus = plan.problem.gpus_per_instance
+            gpus = np.geomspace(instance_gpus, max(10_000, 4 * need.gpus), 60)
             for gbps, curve in (
                 (need.offloaded_gbps, _Curve("offloaded prompts", _PRFAAS)),
                 (need.all_gbps, _Curve("all prompts", _PD_P, "--")),
             ):
-                per_instance = gbps / need.gpus * each
-                _draw(axes, gpus, np.array([egress_bytes_per_s(n, each, per_instance) for n in gpus]), curve)
+                per_instance = gbps / need.gpus * instance_gpus
+                _draw(axes, gpus, np.array([egress_bytes_per_s(n, instance_gpus, per_instance) for n in gpus]), curve)
             axes.axhline(need.available_gbps, color=_PD_D, linestyle="-.", label="available")
             axes.axvline(need.gpus, color=FAINT, linewidth=1, linestyle=":")
             axes.plot([need.gpus], [need.offloaded_gbps], "o", color=INK, label=f"{need.cluster}: {need.gpus:,} GPUs")

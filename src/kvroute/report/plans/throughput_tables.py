@@ -71,13 +71,13 @@ def _alternative(report: PlanReport, kind: Kind) -> str:
 def _link(report: PlanReport) -> str:
     """Describe the KV traffic of the plan, and why it is below the rate that the remote GPUs could send."""
     used_gbps = report.deployments["prfaas"].egress_gbps
-    available_gbps = sum(each.available_gbps for each in report.egress_need)
-    needed_gbps = sum(each.offloaded_gbps for each in report.egress_need)
+    available_gbps = sum(need.available_gbps for need in report.egress_need)
+    needed_gbps = sum(need.offloaded_gbps for need in report.egress_need)
     usage = f"The KV cache takes {used_gbps:.3g} of {available_gbps:.4g} Gbps."
     busy = used_gbps / needed_gbps if needed_gbps else 1.0
     if busy > 1 - _WORTH:
         return usage
-    gpus = sum(each.gpus for each in report.egress_need)
+    gpus = sum(need.gpus for need in report.egress_need)
     return (
         f"{usage} The {gpus:,} remote GPUs would send {needed_gbps:.4g} Gbps if they prefilled without pause; "
         f"the plan uses them {busy:.0%} of the time."
@@ -136,18 +136,18 @@ def deployment_grid(report: PlanReport) -> Grid:
     return Grid("", headings, rows, caption, bold="Bold: the highest.")
 
 
-def _deployment_entries(each: PlannedDeployment, highest: float) -> list[GridEntry]:
-    stages = (each.stage_per_s[name] for name in ("prfaas", "pd_p", "pd_d"))
+def _deployment_entries(deployment: PlannedDeployment, highest: float) -> list[GridEntry]:
+    stages = (deployment.stage_per_s[name] for name in ("prfaas", "pd_p", "pd_d"))
     return [
-        GridEntry(f"{each.n_prfaas}/{each.n_prefill}/{each.n_decode}"),
-        GridEntry(UNKNOWN if each.threshold_tokens is None else f"{each.threshold_tokens:,}"),
-        GridEntry(f"{each.offloaded_share:.1%}"),
+        GridEntry(f"{deployment.n_prfaas}/{deployment.n_prefill}/{deployment.n_decode}"),
+        GridEntry(UNKNOWN if deployment.threshold_tokens is None else f"{deployment.threshold_tokens:,}"),
+        GridEntry(f"{deployment.offloaded_share:.1%}"),
         *(GridEntry(f"{rate_per_s:.2f}" if rate_per_s else UNKNOWN) for rate_per_s in stages),
-        GridEntry(f"{each.lambda_max_per_s:.2f}", best=f"{each.lambda_max_per_s:.2f}" == f"{highest:.2f}"),
-        GridEntry(BINDING_TEXTS[each.binding]),
-        GridEntry(f"{each.egress_gbps:.2f}" if each.egress_gbps else UNKNOWN),
-        GridEntry(f"{each.ttft_s.mean:.2f}"),
-        GridEntry(f"{each.ttft_s.p90:.2f}"),
+        GridEntry(f"{deployment.lambda_max_per_s:.2f}", best=f"{deployment.lambda_max_per_s:.2f}" == f"{highest:.2f}"),
+        GridEntry(BINDING_TEXTS[deployment.binding]),
+        GridEntry(f"{deployment.egress_gbps:.2f}" if deployment.egress_gbps else UNKNOWN),
+        GridEntry(f"{deployment.ttft_s.mean:.2f}"),
+        GridEntry(f"{deployment.ttft_s.p90:.2f}"),
     ]
 
 
@@ -236,13 +236,13 @@ def need_grid(report: PlanReport) -> Grid:
     """Return eq. 2 for every PrfaaS cluster."""
     rows = tuple(
         (
-            GridEntry(each.cluster),
-            GridEntry(f"{each.gpus:,}"),
-            GridEntry(f"{each.offloaded_gbps:,.4g}"),
-            GridEntry(f"{each.all_gbps:,.4g}"),
-            GridEntry(f"{each.available_gbps:,.4g}"),
+            GridEntry(need.cluster),
+            GridEntry(f"{need.gpus:,}"),
+            GridEntry(f"{need.offloaded_gbps:,.4g}"),
+            GridEntry(f"{need.all_gbps:,.4g}"),
+            GridEntry(f"{need.available_gbps:,.4g}"),
         )
-        for each in report.egress_need
+        for need in report.egress_need
     )
     headings = _headings("PrfaaS cluster", "GPUs", "needed Gbps", "all prompts Gbps", "available Gbps")
     caption = (
