@@ -58,7 +58,7 @@ def narrowest(offsets: Iterable[Offset]) -> Offset:
     """Return the intersection of all bounds. Bounds that contradict the narrowest ones, because a clock was set in
     between, are left out."""
     best = Offset()
-    for offset in sorted(offsets, key=lambda each: (each.most_s - each.least_s, each.least_s)):
+    for offset in sorted(offsets, key=lambda bounds: (bounds.most_s - bounds.least_s, bounds.least_s)):
         least, most = max(best.least_s, offset.least_s), min(best.most_s, offset.most_s)
         if least <= most:
             best = Offset(least, most)

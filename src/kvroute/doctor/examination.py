@@ -207,7 +207,7 @@ class _Examination:
         judge(pair, outcome, model)
         if slow(pair) and self._remaining_s():
             again = await self._probed(pair, ends, limit_s)
-            outcome = min(outcome, again, key=lambda each: each.moved.seconds if each.moved else math.inf)
+            outcome = min(outcome, again, key=lambda tried: tried.moved.seconds if tried.moved else math.inf)
             judge(pair, outcome, model)
         return outcome
 

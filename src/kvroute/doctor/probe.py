@@ -95,7 +95,7 @@ class Probe:
             PairError: a leg failed.
         """
         before = await self._counters()
-        outcome = Outcome(counted=any(each.kinds or each.external_tokens is not None for each in before))
+        outcome = Outcome(counted=any(sample.kinds or sample.external_tokens is not None for sample in before))
         await self._legs(outcome)
         await self._wait_for_counters(before, outcome)
         return outcome

@@ -83,9 +83,9 @@ def _feed_forward(fields: Fields) -> tuple[Sublayers, ...]:
     hidden = fields.count(*HIDDEN)
     if fields.get(*_ACTIVE_EXPERTS) is None:
         return (feed_forward(total, hidden, fields.count(*_WIDTH, default=4 * hidden), matrices=matrices),)
-    each = fields.count("moe_intermediate_size", *_WIDTH)
-    shared = fields.count("shared_expert_intermediate_size", default=0) or _shared(fields) * each
-    width = fields.count(*_ACTIVE_EXPERTS) * each + shared
+    expert = fields.count("moe_intermediate_size", *_WIDTH)
+    shared = fields.count("shared_expert_intermediate_size", default=0) or _shared(fields) * expert
+    width = fields.count(*_ACTIVE_EXPERTS) * expert + shared
     dense = min(_dense_layers(fields), total)
     experts = feed_forward(total - dense, hidden, width, matrices=matrices, experts=fields.count(*_EXPERTS, default=0))
     if not dense:

@@ -75,7 +75,7 @@ def run(lines: list[Line]) -> None:
 def main() -> None:
     """Run until the process is terminated."""
     plan = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[tuple[str, str, float]])
-    lines = [line(*each) for each in plan]
+    lines = [line(*arguments) for arguments in plan]
     Path(sys.argv[2]).write_bytes(b"{}")
     run(lines)
 

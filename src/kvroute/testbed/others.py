@@ -72,11 +72,11 @@ def main() -> None:
         Path(sys.argv[1]).read_bytes(), type=tuple[list[tuple[str, str, float]], list[str]]
     )
     held = [sink(namespace) for namespace in sinks]
-    streams = [stream(*each) for each in plan]
+    streams = [stream(*arguments) for arguments in plan]
     began = time.monotonic()
     while held:
-        for each in streams:
-            each.send(time.monotonic() - began)
+        for sender in streams:
+            sender.send(time.monotonic() - began)
         time.sleep(_TICK_S)
 
 

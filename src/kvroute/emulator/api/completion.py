@@ -193,7 +193,7 @@ class EmulatedCompletion:
             arrived = await pulls
         finally:
             pulls.cancel()
-        if not all(each is True for each in arrived):
+        if not all(result is True for result in arrived):
             engine.counters.kv_failed += 1
             engine.recompute(sequence)
             await self.notifier.until(lambda: sequence.stage == "prefilled")

@@ -75,8 +75,8 @@ def embeddings(body: PoolingBody, model: str, block_tokens: int, number: int) ->
 def pooling(body: PoolingBody, model: str, block_tokens: int, number: int) -> dict[str, Any]:
     """Return the response to /pooling. Args and Raises as for `embeddings`."""
     document = embeddings(body, model, block_tokens, number)
-    for each in document["data"]:
-        each |= {"object": "pooling", "data": each.pop("embedding")}
+    for entry in document["data"]:
+        entry |= {"object": "pooling", "data": entry.pop("embedding")}
     return document | {"id": f"pool-{number}"}
 
 

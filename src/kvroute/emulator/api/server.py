@@ -109,7 +109,7 @@ class InstanceServer:
         except ValueError:
             self._turn += 1
             order = ranks[self._turn % len(ranks) :] + ranks[: self._turn % len(ranks)]
-            return min(order, key=lambda each: each.engine.running + each.engine.waiting)
+            return min(order, key=lambda candidate: candidate.engine.running + candidate.engine.waiting)
         if not 0 <= rank < len(ranks):
             raise ApiError(f"data_parallel_rank {rank} is out of range [0, {len(ranks)}).")
         return ranks[rank]

@@ -166,15 +166,15 @@ def metrics_page(model: str, ranks: Sequence[RankMetrics]) -> bytes:
     return ("\n".join(line for head, lines in families.items() for line in (head, *lines)) + "\n").encode()
 
 
-def _rank_lines(model: str, each: RankMetrics, server_blocks: int) -> list[str]:
+def _rank_lines(model: str, metrics: RankMetrics, server_blocks: int) -> list[str]:
     """Return the lines of one rank; kvroute's own counters, which vLLM lacks, come last.
 
     Args:
         model: name of the model.
-        each: the rank.
+        metrics: those of the rank.
         server_blocks: KV blocks of all ranks, which vLLM gives for each of them.
     """
-    load, counters, engine = each.load, each.counters, f'engine="{each.rank}"'
+    load, counters, engine = metrics.load, metrics.counters, f'engine="{metrics.rank}"'
     labels = f'{engine},model_name="{model}"'
     lines = [
         "# TYPE process_start_time_seconds gauge",
@@ -199,7 +199,7 @@ def _rank_lines(model: str, each: RankMetrics, server_blocks: int) -> list[str]:
         ("vllm:e2e_request_latency_seconds", counters.request_s),
     ):
         lines += histogram.lines(name, labels)
-    return [*lines, *_pulled_lines(counters, engine), *_sent_lines(each, engine)]
+    return [*lines, *_pulled_lines(counters, engine), *_sent_lines(metrics, engine)]
 
 
 def storage_lines(model: str, node: StorageNode) -> bytes:
@@ -253,14 +253,14 @@ def _pulled_lines(counters: EngineCounters, engine: str) -> list[str]:
     return lines
 
 
-def _sent_lines(each: RankMetrics, engine: str) -> list[str]:
+def _sent_lines(metrics: RankMetrics, engine: str) -> list[str]:
     """Return the lines about sent KV, with the connector's names for kernel statistics.
 
     There are no retransmissions here. A full link of the path adds a queueing delay of one round trip, so the
     round-trip time doubles.
     """
     rest = TargetConnections(0, 0.0, 0.0, 0.0)
-    rows = [(target, sent, each.links.get(target, rest)) for target, sent in each.counters.sent.items()]
+    rows = [(target, sent, metrics.links.get(target, rest)) for target, sent in metrics.counters.sent.items()]
     families: dict[str, list[float]] = {
         "kv_sent_bytes_total": [sent.nbytes for _, sent, _ in rows],
         "kv_sent_again_bytes_total": [0.0 for _ in rows],
@@ -271,7 +271,7 @@ def _sent_lines(each: RankMetrics, engine: str) -> list[str]:
         "kv_link_queue_bytes": [link.queue_bytes for _, _, link in rows],
         "kv_link_unsent_bytes": [link.queue_bytes for _, _, link in rows],
         "kv_link_delivery_bytes_per_second": [link.bytes_per_s for _, _, link in rows],
-        "kv_link_looked_seconds": [each.now for _ in rows],
+        "kv_link_looked_seconds": [metrics.now for _ in rows],
     }
     lines = []
     for name, values in families.items():

@@ -114,7 +114,7 @@ def _structured(body: Body) -> Constraint | None:
             return Constraint(schema=ANY_OBJECT)
         case ["regex"] if isinstance(given["regex"], str):
             return Constraint(pattern=given["regex"])
-        case ["choice"] if given["choice"] and all(isinstance(each, str) for each in given["choice"]):
+        case ["choice"] if given["choice"] and all(isinstance(choice, str) for choice in given["choice"]):
             return Constraint(choices=tuple(given["choice"]))
         case ["grammar"]:
             what = "emulated engines have no grammars; give structured_outputs.regex or .json"

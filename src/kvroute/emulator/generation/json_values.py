@@ -108,7 +108,7 @@ class _Values:
                 what = f"the JSON schema has `{name}`, which emulated engines do not support; leave it out"
                 raise ApiError(what, param="response_format")
         own = {name: value for name, value in schema.items() if name not in ("$ref", "allOf", "anyOf", "oneOf")}
-        groups: list[Sequence[Any]] = [[each] for each in schema.get("allOf", ())]
+        groups: list[Sequence[Any]] = [[part] for part in schema.get("allOf", ())]
         reference = schema.get("$ref")
         if reference is not None:
             if reference in followed:
@@ -155,8 +155,8 @@ class _Values:
         types = _types(schema)
         if "const" in schema or "enum" in schema:
             given = schema["enum"] if "enum" in schema else [schema["const"]]
-            known = [each for each in given if "const" not in schema or _same(each, schema["const"])]
-            known = [each for each in known if types is None or any(_is(each, name) for name in types)]
+            known = [value for value in given if "const" not in schema or _same(value, schema["const"])]
+            known = [value for value in known if types is None or any(_is(value, name) for name in types)]
             if not known:
                 raise Unsatisfiable("its `enum` has no value of its `type`")
             return known[self.draws.below(len(known))]
@@ -326,7 +326,7 @@ def _both(one: Mapping[str, Any], other: Any) -> dict[str, Any] | None:
         elif name == "type":
             found[name] = _common_types(found, other)
         elif name == "enum":
-            found[name] = [each for each in found[name] if any(_same(each, known) for known in value)]
+            found[name] = [allowed for allowed in found[name] if any(_same(allowed, known) for known in value)]
         elif name == "required":
             found[name] = list(dict.fromkeys([*found[name], *value]))
         elif name in ("properties", "patternProperties"):

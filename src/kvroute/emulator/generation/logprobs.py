@@ -55,7 +55,7 @@ def prompt_logprobs(tokens: Sequence[int], top: int) -> list[TokenLogprob | None
 
 def _others(digest: int, token: int, below: float, number: int) -> Iterator[tuple[int, float]]:
     """Yield other tokens, each less likely than the one before."""
-    places = ((digest + 7 * each) % len(WORDS) for each in range(number + 1))
+    places = ((digest + 7 * step) % len(WORDS) for step in range(number + 1))
     others = (OUTPUT_ID + place for place in places if OUTPUT_ID + place != token)
     for rank, other in enumerate(islice(others, max(number, 0)), 1):
         yield other, below - _STEP * rank
@@ -94,9 +94,9 @@ def vllm_prompt_logprobs(logprobs: Sequence[TokenLogprob | None]) -> list[dict[s
     return [None if logprob is None else _by_id(logprob) for logprob in logprobs]
 
 
-def _by_id(each: TokenLogprob) -> dict[str, Any]:
-    ranks = {token: (value, rank) for rank, (token, value) in enumerate(each.top, 1)}
-    ranks[each.token] = each.logprob, each.rank
+def _by_id(logprob: TokenLogprob) -> dict[str, Any]:
+    ranks = {token: (value, rank) for rank, (token, value) in enumerate(logprob.top, 1)}
+    ranks[logprob.token] = logprob.logprob, logprob.rank
     return {
         str(token): {"logprob": value, "rank": rank, "decoded_token": token_text(token)}
         for token, (value, rank) in ranks.items()

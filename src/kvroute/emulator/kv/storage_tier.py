@@ -45,7 +45,7 @@ class StorageTier:
     def _report(self, tokens: IntArray, salt: str) -> None:
         """Publish the blocks of this chain that this instance has not reported yet."""
         hashes = block_hashes(tokens, self.block_tokens, salt_seed(salt))
-        known = next((at for at, each in enumerate(hashes) if each not in self._reported), len(hashes))
+        known = next((at for at, digest in enumerate(hashes) if digest not in self._reported), len(hashes))
         if self.publisher is None or known == len(hashes):
             return
         self._reported.update(hashes)

@@ -123,10 +123,10 @@ def _decode_request_s(cached: Sequence[CachedPrompt], prefill: PrefillSpec, deco
         return 0.0
     time = prefill_time(prefill)
     rest_s = []
-    for each in cached:
-        step_s = decode.base_s + decode.per_request_s + decode.per_context_token_s * each.tokens
-        more_s = time.seconds(each.tokens, each.tokens - each.new_tokens + 1) - time.seconds(0)
-        rest_s.append(each.seconds - step_s - more_s)
+    for prompt in cached:
+        step_s = decode.base_s + decode.per_request_s + decode.per_context_token_s * prompt.tokens
+        more_s = time.seconds(prompt.tokens, prompt.tokens - prompt.new_tokens + 1) - time.seconds(0)
+        rest_s.append(prompt.seconds - step_s - more_s)
     return max(statistics.median(rest_s), 0.0)
 
 

@@ -59,11 +59,13 @@ def tier_bytes_per_s(
 def _templates(file: ClusterFile) -> list[float | None]:
     """Return the limits in tiers 0 to 4 of an engine whose node, rack and pod are made from the templates; None where
     it has no link."""
-    one = with_domains(
+    template = with_domains(
         msgspec.structs.replace(file, datacenters=[], pods=[], racks=[], nodes=[]), [Place(node="n", rack="r", pod="p")]
     )
     size = file.defaults.tp * file.defaults.pp
-    ceilings = _ceilings(file, places_of(one), tuple((0, gpu) for gpu in range(min(size, max(one.nodes[0].gpus, 1)))))
+    ceilings = _ceilings(
+        file, places_of(template), tuple((0, gpu) for gpu in range(min(size, max(template.nodes[0].gpus, 1))))
+    )
     return [*(ceiling or None for ceiling in ceilings), None]
 
 

@@ -31,7 +31,7 @@ def rank_entries(entry: InstanceEntry, defaults: InstanceDefaults) -> list[Insta
         return [entry]
     if len(gpus) != entry.dp * tp * pp:
         return [entry]
-    each = tp * pp
+    per_rank = tp * pp
     return [
         msgspec.structs.replace(
             entry,
@@ -39,7 +39,7 @@ def rank_entries(entry: InstanceEntry, defaults: InstanceDefaults) -> list[Insta
             dp=None,
             engine=entry.name,
             rank=rank,
-            gpus=gpu_text(gpus[rank * each : (rank + 1) * each]),
+            gpus=gpu_text(gpus[rank * per_rank : (rank + 1) * per_rank]),
             endpoint=_of_rank(entry.endpoint, rank, tp),
         )
         for rank in range(entry.dp)
