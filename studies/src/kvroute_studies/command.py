@@ -147,12 +147,34 @@ def _list(as_json: bool) -> None:
 
     known = [experiment for family in families().values() for experiment in family.experiments.values()]
     if as_json:
-        print_json({"experiments": [{"name": one.name, "title": one.title, "source": one.source} for one in known]})
+        print_json(
+            {
+                "experiments": [
+                    {"name": experiment.name, "title": experiment.title, "source": experiment.source}
+                    for experiment in known
+                ]
+            }
+        )
         return
     rows = []
-    for one in known:
-        axes = "; ".join(f"{name}: {', '.join(f'{value:,g}' for value in values)}" for name, values in one.axes.items())
-        rows.append(tuple(map(GridEntry, (one.name, one.title, one.source, axes or UNKNOWN, ", ".join(one.policies)))))
+    for experiment in known:
+        axes = "; ".join(
+            f"{name}: {', '.join(f'{value:,g}' for value in values)}" for name, values in experiment.axes.items()
+        )
+        rows.append(
+            tuple(
+                map(
+                    GridEntry,
+                    (
+                        experiment.name,
+                        experiment.title,
+                        experiment.source,
+                        axes or UNKNOWN,
+                        ", ".join(experiment.policies),
+                    ),
+                )
+            )
+        )
     # Users type the names next, so other columns are dropped first.
     headings = (
         Heading("experiment"),
@@ -165,7 +187,7 @@ def _list(as_json: bool) -> None:
 
 def _chosen(names: Sequence[str]) -> tuple[str, list[Experiment]]:
     """Return the publication of all names, and the experiments that they select."""
-    groups = {family: one.experiments for family, one in families().items()}
+    groups = {family: members.experiments for family, members in families().items()}
     chosen: dict[str, Experiment] = {}
     selected: dict[str, None] = {}
     for given in names:

@@ -112,7 +112,9 @@ def _all() -> dict[str, tuple[str, Quoted]]:
 
 
 def _records(quoted: Quoted, out: Path, workers: int | None) -> Sequence[Record]:
-    family: ExperimentFamily[Any] = next(one for one in families().values() if quoted.experiment in one.experiments)
+    family: ExperimentFamily[Any] = next(
+        members for members in families().values() if quoted.experiment in members.experiments
+    )
     options = RunOptions(
         reading="paper",
         changes=(),

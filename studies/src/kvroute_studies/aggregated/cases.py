@@ -101,8 +101,8 @@ def _all() -> dict[str, AggregatedCase]:
 
 
 def _of_matrix() -> dict[str, AggregatedCase]:
-    some = (one for one in CASES.values() if one.trace == "generated" and one.settings.get("gpus", 0) <= _GPUS_MAX)
-    return {f"matrix/{one.name}": AggregatedCase(one) for one in some}
+    some = (case for case in CASES.values() if case.trace == "generated" and case.settings.get("gpus", 0) <= _GPUS_MAX)
+    return {f"matrix/{case.name}": AggregatedCase(case) for case in some}
 
 
 AGGREGATED_CASES: dict[str, AggregatedCase | NetworkCase] = {**NETWORK_CASES, **_all(), **_of_matrix()}
@@ -111,5 +111,5 @@ AGGREGATED_CASES: dict[str, AggregatedCase | NetworkCase] = {**NETWORK_CASES, **
 
 def queues(name: str) -> bool:
     """Return whether prompts queue in a cell. In the others each prompt takes its prefill time at any load."""
-    one = AGGREGATED_CASES[name]
-    return isinstance(one, NetworkCase) or reading(one.case.reading, one.case.changes).prefill_queueing
+    case = AGGREGATED_CASES[name]
+    return isinstance(case, NetworkCase) or reading(case.case.reading, case.case.changes).prefill_queueing

@@ -50,41 +50,41 @@ def run_cell(cell: Cell) -> Record:
 
     The baseline `aggregated` uses the choice's prices too, on a cluster without prefill instances.
     """
-    one = AGGREGATED_CASES[cell.profile]
-    run, settings = play(one, cell)
+    case = AGGREGATED_CASES[cell.profile]
+    run, settings = play(case, cell)
     summary = msgspec.structs.replace(run.summary, policy=cell.policy)
-    config = {"case": msgspec.json.decode(msgspec.json.encode(one)), "policy": cell.policy}
+    config = {"case": msgspec.json.decode(msgspec.json.encode(case)), "policy": cell.policy}
     figures = figures_of(run, settings)
     rejected = (run.outcomes.state == REJECTED)[window(run.outcomes, settings)]
     figures["rejected"] = float(rejected.sum())
     return Record(key=cell.key, cell=cell, config=config, summary=summary, figures=figures)
 
 
-def play(one: AggregatedCase | NetworkCase, cell: Cell) -> tuple[Run, SimSpec]:
+def play(profile: AggregatedCase | NetworkCase, cell: Cell) -> tuple[Run, SimSpec]:
     """Run a cell; return the run with the times of every request, and its settings."""
-    if isinstance(one, NetworkCase):
-        cluster, trace = network_cluster(one), network_trace(one, cell.seed)
+    if isinstance(profile, NetworkCase):
+        cluster, trace = network_cluster(profile), network_trace(profile, cell.seed)
         spec, settings = _spec(cell.policy), SimSpec()
     else:
-        cluster, trace, spec, settings = _of_matrix(one, cell)
+        cluster, trace, spec, settings = _of_matrix(profile, cell)
     if cell.policy == AGGREGATED:
         decoding = tuple(msgspec.structs.replace(instance, role="decode") for instance in cluster.instances)
         cluster = replace(cluster, instances=decoding)
     return simulate(cluster, trace, spec, settings, seed=cell.seed), settings
 
 
-def _of_matrix(one: AggregatedCase, cell: Cell) -> tuple[Cluster, Trace, ControlSpec, SimSpec]:
-    case = one.case
+def _of_matrix(aggregated_case: AggregatedCase, cell: Cell) -> tuple[Cluster, Trace, ControlSpec, SimSpec]:
+    case = aggregated_case.case
     study = study_of(case, Traces(), cell)
-    study = replace(study, engine=msgspec.structs.replace(study.engine, chunk_tokens=one.chunk_tokens))
+    study = replace(study, engine=msgspec.structs.replace(study.engine, chunk_tokens=aggregated_case.chunk_tokens))
     inner = msgspec.structs.replace(cell, profile=case.profile, settings=dict(case.settings) or {"load": 1.0})
     cluster, trace = cluster_of(study.reading, inner, study.engine), requests_of(study, inner)
-    if one.prefill is not None:
-        cluster = _with_prefill(cluster, one.prefill)
+    if aggregated_case.prefill is not None:
+        cluster = _with_prefill(cluster, aggregated_case.prefill)
     spec = msgspec.structs.replace(
         _spec(cell.policy), prefill=study.reading.prefill_policy, prefill_cache=study.reading.prefill_cache
     )
-    return cluster, _longer(trace, one.output_factor), spec, settings_of(case, study)
+    return cluster, _longer(trace, aggregated_case.output_factor), spec, settings_of(case, study)
 
 
 def _spec(policy: str) -> ControlSpec:

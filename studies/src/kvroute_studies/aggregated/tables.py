@@ -62,7 +62,8 @@ def difference(
         return None
     own = np.array([by_policy[choice][seed] for seed in seeds])
     others = min(
-        (np.array([by_policy[name][seed] for seed in seeds]) for name in baselines), key=lambda each: float(each.mean())
+        (np.array([by_policy[name][seed] for seed in seeds]) for name in baselines),
+        key=lambda values: float(values.mean()),
     )
     gaps, mean = own - others, float(others.mean())
     width = 2 * float(gaps.std(ddof=1)) / float(np.sqrt(len(gaps))) if len(gaps) > 1 else None
@@ -95,9 +96,9 @@ class CellsVerdict:
 def verdict(records: Sequence[Record], choice: str = CHOICE) -> CellsVerdict:
     """Judge the choice in all cells that have every policy."""
     cells = {profile: of_profile(records, profile) for profile in profiles_of(records)}
-    found = {name: each for name, some in cells.items() if (each := difference(some, BASELINES, choice=choice))}
+    found = {name: gap for name, some in cells.items() if (gap := difference(some, BASELINES, choice=choice))}
     ratios = {
-        value: [1 + each.percent / 100 for name in found if (each := difference(cells[name], (PAIRS,), value, choice))]
+        value: [1 + gap.percent / 100 for name in found if (gap := difference(cells[name], (PAIRS,), value, choice))]
         for value in (ttft_s, tpot_p99_s)
     }
     rejected = dict.fromkeys((choice, *BASELINES), 0)
@@ -107,8 +108,8 @@ def verdict(records: Sequence[Record], choice: str = CHOICE) -> CellsVerdict:
                 rejected[record.cell.policy] += int(record.figures["rejected"])
     return CellsVerdict(
         cells=len(found),
-        equal=sum(not each.above(ALLOWED_PERCENT) for each in found.values()),
-        worst=max(found.values(), key=lambda each: each.percent, default=None),
+        equal=sum(not gap.above(ALLOWED_PERCENT) for gap in found.values()),
+        worst=max(found.values(), key=lambda gap: gap.percent, default=None),
         above_pairs=_above(difference(cells[name], (PAIRS,), response_s, choice) for name in found if queues(name)),
         ttft_above=_above(difference(cells[name], (PAIRS, BOUNDED), ttft_s, choice) for name in found),
         ttft=_geometric_percent(ratios[ttft_s]),
@@ -119,7 +120,7 @@ def verdict(records: Sequence[Record], choice: str = CHOICE) -> CellsVerdict:
 
 
 def _above(found: Iterable[RelativeDifference | None]) -> int:
-    return sum(each is not None and each.above(ALLOWED_PERCENT) for each in found)
+    return sum(gap is not None and gap.above(ALLOWED_PERCENT) for gap in found)
 
 
 def _geometric_percent(ratios: Sequence[float]) -> float:
@@ -169,7 +170,7 @@ def _row(cells: str, policy: str, judged: CellsVerdict) -> tuple[GridEntry, ...]
 def worst_grid(records: Sequence[Record], count: int = WORST) -> Grid:
     """Return the cells in which the default's mean response time is farthest above the best baseline's."""
     cells = {profile: of_profile(records, profile) for profile in profiles_of(records)}
-    found = {name: each for name, some in cells.items() if (each := difference(some, BASELINES))}
+    found = {name: gap for name, some in cells.items() if (gap := difference(some, BASELINES))}
     worst = sorted(found, key=lambda name: -found[name].percent)[:count]
     headings = (
         Heading("cell"),

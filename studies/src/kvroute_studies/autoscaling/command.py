@@ -32,8 +32,8 @@ def _begin(sweeps: Sweeps) -> str:
 def _write_pages(results: Results[str]) -> None:
     from kvroute_studies.autoscaling.page import write_autoscaling  # its import of plots takes a second
 
-    def write(one: Experiment, folder: Path) -> Path:
-        return write_autoscaling(one, results.records[one.name], folder)
+    def write(experiment: Experiment, folder: Path) -> Path:
+        return write_autoscaling(experiment, results.records[experiment.name], folder)
 
     write_each(results.sweeps, "autoscaling", write)
 

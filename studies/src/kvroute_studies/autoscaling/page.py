@@ -30,7 +30,7 @@ _STYLES = {STATIC: ("#8a8a8a", "s"), QUEUE: ("#d55e00", "^"), KVROUTE: ("#0072b2
 def runs_of(records: Sequence[Record], policy: str, level: int) -> list[Record]:
     """Return the runs of one level, by seed."""
     some = [record for record in records if record.cell.policy == policy and record.cell.settings["level"] == level]
-    return sorted(some, key=lambda each: each.cell.seed)
+    return sorted(some, key=lambda record: record.cell.seed)
 
 
 def mean_of(records: Sequence[Record], figure: str) -> Estimate | None:
@@ -95,8 +95,10 @@ def setting_of(policy: str, level: int) -> str:
 
 def _most(run: Record) -> float:
     sums = [
-        one + other
-        for (_, one), (_, other) in zip(run.series["prefill instances"], run.series["decode instances"], strict=True)
+        prefill_count + decode_count
+        for (_, prefill_count), (_, decode_count) in zip(
+            run.series["prefill instances"], run.series["decode instances"], strict=True
+        )
     ]
     return max(sums, default=0.0)
 
@@ -113,7 +115,7 @@ def saving(records: Sequence[Record], other: str) -> Estimate | None:
         return None
     hours = {run.cell.seed: run.figures["gpu_hours"] for run in runs_of(records, other, theirs)}
     pairs = [(run.figures["gpu_hours"], hours.get(run.cell.seed)) for run in runs_of(records, KVROUTE, mine)]
-    return estimate(1.0 - one / two for one, two in pairs if two)
+    return estimate(1.0 - ours / other_hours for ours, other_hours in pairs if other_hours)
 
 
 def _compared(records: Sequence[Record], other: str) -> tuple[str, Holds, str]:
@@ -159,7 +161,9 @@ def _draw_day(axes: object, records: Sequence[Record], policy: str, colour: str)
     hour_s = float(run.config["hour_played_s"])
     prefill, decode = run.series["prefill instances"], run.series["decode instances"]
     times = [at / hour_s for at, _ in prefill] + [24.0]
-    counts = [one + other for (_, one), (_, other) in zip(prefill, decode, strict=True)]
+    counts = [
+        prefill_count + decode_count for (_, prefill_count), (_, decode_count) in zip(prefill, decode, strict=True)
+    ]
     axes.step(times, [*counts, counts[-1]], where="post", color=colour, label=policy)  # type: ignore[attr-defined]
 
 

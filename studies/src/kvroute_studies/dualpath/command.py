@@ -20,7 +20,7 @@ def _prepare(chosen: Sequence[Experiment], options: RunOptions) -> Sweeps:
     if options.reading != "paper" or options.changes:
         raise InputError("dualpath does not support --reading and --set", where="dualpath", hint="omit these options")
     if options.trace:
-        if [one.name for one in chosen] != [AGENTS.name]:
+        if [experiment.name for experiment in chosen] != [AGENTS.name]:
             what = f"only {AGENTS.name} reads a trace"
             raise InputError(what, where="--trace", hint=f"run `kvroute experiment {AGENTS.name} --trace FILE`")
         agents_of(str(options.trace))
@@ -29,7 +29,7 @@ def _prepare(chosen: Sequence[Experiment], options: RunOptions) -> Sweeps:
         raise InputError(what, where="--trace", hint="give a file, see docs/workloads.md")
     elif AGENTS in chosen:
         remarks().print(f"{AGENTS.name} is left out: it needs recorded sessions (--trace FILE).")
-        chosen = [one for one in chosen if one != AGENTS]
+        chosen = [experiment for experiment in chosen if experiment != AGENTS]
     return Sweeps.of(chosen, options, options.reading)
 
 
@@ -41,7 +41,11 @@ def _config(sessions: str) -> Mapping[str, Any]:
 def _write_pages(results: Results[str]) -> None:
     from kvroute_studies.dualpath.tables import write_dualpath  # its import of plots takes a second
 
-    write_each(results.sweeps, "DualPath", lambda one, folder: write_dualpath(one, results.records[one.name], folder))
+    write_each(
+        results.sweeps,
+        "DualPath",
+        lambda experiment, folder: write_dualpath(experiment, results.records[experiment.name], folder),
+    )
 
 
 def _print_tables(results: Results[str]) -> None:

@@ -47,7 +47,7 @@ def _mean(records: Sequence[Record], policy: str, figure: str) -> float:
 def _gains(records: Sequence[Record], policy: str, base: str, metric: ComparedMetric = TIME) -> list[float]:
     """Return how many times better a policy is at each point, in the order of the points; means of seeds."""
     found = (gain(metric, records_at(records, *point), policy, base) for point in points(records))
-    return [each.mean for each in found if each is not None]
+    return [estimated.mean for estimated in found if estimated is not None]
 
 
 def _range(values: Sequence[float], digits: int = 2) -> str:
@@ -73,7 +73,7 @@ def _systems(records: Sequence[Record]) -> Mapping[str, ResultTable]:
 
 
 def _split_gain(records: Sequence[Record]) -> Mapping[str, str]:
-    gains = [100 * (each - 1) for each in _gains(records, "split-reads", DUAL_PATH)]
+    gains = [100 * (gain - 1) for gain in _gains(records, "split-reads", DUAL_PATH)]
     return {"split-reads": f"{_range(gains, 0)} %"}
 
 
@@ -131,8 +131,8 @@ def _assumptions(records: Sequence[Record]) -> Mapping[str, ResultTable]:
     steps, by_value = [], []
     for before, after in (*pairwise(list(ABLATION)[:4]), (BASIC, DUAL_PATH)):
         gains = _gains(records, after, before)
-        faster = sum(each > 1 + UNCLEAR for each in gains)
-        slower = sum(each < 1 - UNCLEAR for each in gains)
+        faster = sum(gain > 1 + UNCLEAR for gain in gains)
+        slower = sum(gain < 1 - UNCLEAR for gain in gains)
         steps.append([f"`{after}`", f"`{before}`", f"{faster} of {len(gains)}", str(slower), _range(gains)])
     for axis, title in _AXES.items():
         for value in values_of(records, axis):

@@ -51,8 +51,8 @@ def _sweep(name: str, title: str, source: str, axes: dict[str, tuple[float, ...]
 
 
 EXPERIMENTS = {
-    one.name: one
-    for one in (
+    experiment.name: experiment
+    for experiment in (
         _sweep(
             "dualpath-offline",
             "Offline batch: agents and lengths",

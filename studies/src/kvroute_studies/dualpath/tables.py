@@ -116,7 +116,7 @@ def points(records: Sequence[Record]) -> list[tuple[str, tuple[float, ...]]]:
 
 def records_at(records: Sequence[Record], profile: str, point: tuple[float, ...]) -> list[Record]:
     """Return the records of a profile with these axis values."""
-    return [one for one in of_profile(records, profile) if tuple(one.cell.settings.values()) == point]
+    return [record for record in of_profile(records, profile) if tuple(record.cell.settings.values()) == point]
 
 
 def gain(metric: ComparedMetric, records: Sequence[Record], policy: str, base: str) -> Estimate | None:
@@ -175,9 +175,9 @@ def dualpath_lines(experiment: Experiment, records: Sequence[Record]) -> Figure:
             for panel, values in zip(row, others, strict=False):
                 fixed = dict(zip(axes[:-1], values, strict=True))
                 some = [
-                    one
-                    for one in of_profile(records, profile)
-                    if all(one.cell.settings[axis] == value for axis, value in fixed.items())
+                    record
+                    for record in of_profile(records, profile)
+                    if all(record.cell.settings[axis] == value for axis, value in fixed.items())
                 ]
                 _draw(panel, experiment, some, metric, axes[-1])
                 panel.set_title(_panel_title(profile, fixed))

@@ -86,7 +86,7 @@ def _size_text(kib: float, _: object) -> str:
 def scalability_lines(experiment: Experiment, records: Sequence[Record]) -> Figure:
     """Draw the rate per GPU over the span: one panel per profile, elements of half precision in packets."""
     some = _some(records, {"wire": min(_values(records, "wire"))})
-    profiles = list(dict.fromkeys(one.cell.profile for one in some))
+    profiles = list(dict.fromkeys(record.cell.profile for record in some))
     profiles.sort(key=lambda name: name.endswith("summaries"))
     columns = min(3, len(profiles))
     with style():
@@ -171,7 +171,9 @@ def loss_lines(experiment: Experiment, records: Sequence[Record]) -> Figure:
             for loss in _values(some, "loss"):
                 for policy in experiment.policies:
                     points = _means(
-                        [one for one in _some(some, {"loss": loss}) if one.cell.policy == policy], "slots", "gb_per_s"
+                        [record for record in _some(some, {"loss": loss}) if record.cell.policy == policy],
+                        "slots",
+                        "gb_per_s",
                     )
                     label = f"loss {100 * loss:g} %, {policy.replace('-', ' ')}"
                     look = {"color": _LOSS_COLOURS.get(loss, INK), "linestyle": dashes[policy], "marker": "o"}
@@ -195,13 +197,13 @@ def memory_lines(experiment: Experiment, records: Sequence[Record]) -> Figure:
     """Draw the share of the KV memory of decode instances in use, in windows of the run: one panel per span, for the
     first profile and seed."""
     first = records[0].cell
-    some = [one for one in _some(records, {"profile": first.profile}) if one.cell.seed == first.seed]
+    some = [record for record in _some(records, {"profile": first.profile}) if record.cell.seed == first.seed]
     spans = _values(some, "span")
     with style():
         figure, (row,) = panels(1, len(spans), width=2.6, height=2.4, sharey="row")
         for panel, span in zip(row, spans, strict=True):
-            for one in _some(some, {"span": span}):
-                series, look = one.series["kv_share"], line_style(one.cell.policy)
+            for record in _some(some, {"span": span}):
+                series, look = record.series["kv_share"], line_style(record.cell.policy)
                 begin_s, end_s = series[0][0], series[-1][0]
                 at = [(time_s - begin_s) / (end_s - begin_s) for time_s, _ in series]
                 panel.plot(

@@ -86,7 +86,7 @@ def _at(records: Sequence[Record], point: tuple[float, float], policy: str) -> l
 def ratio(records: Sequence[Record], point: tuple[float, float], pair: tuple[str, str]) -> Estimate | None:
     """Return the mean slowdown of the second policy over that of the first, paired by seed; None without pairs."""
     first, second = (
-        {one.cell.seed: one.figures["slowdown_mean"] for one in _at(records, point, name)} for name in pair
+        {record.cell.seed: record.figures["slowdown_mean"] for record in _at(records, point, name)} for name in pair
     )
     return estimate([second[seed] / first[seed] for seed in first if seed in second])
 
@@ -95,12 +95,12 @@ def online_findings(records: Sequence[Record]) -> list[ExpectationFinding]:
     """Return for each pair whether the first policy is faster, over all points."""
     found = []
     for pair in _PAIRS:
-        ratios = [each for point in _points(records) if (each := ratio(records, point, pair)) is not None]
+        ratios = [gain for point in _points(records) if (gain := ratio(records, point, pair)) is not None]
         if ratios:
-            better = sum(each.mean > 1 + _UNCLEAR for each in ratios)
-            worse = sum(each.mean < 1 - _UNCLEAR for each in ratios)
+            better = sum(gain.mean > 1 + _UNCLEAR for gain in ratios)
+            worse = sum(gain.mean < 1 - _UNCLEAR for gain in ratios)
             holds: Holds = "holds" if better and not worse else "does not hold" if worse > better else "unclear"
-            span = f"{min(each.mean for each in ratios):.2f} to {max(each.mean for each in ratios):.2f} times"
+            span = f"{min(gain.mean for gain in ratios):.2f} to {max(gain.mean for gain in ratios):.2f} times"
             counts = f"Faster by more than 2 % at {better} of {len(ratios)} points, slower at {worse}; {span}."
             found.append(ExpectationFinding("unit", f"{pair[0]} is faster than {pair[1]}", holds, counts))
     return found
@@ -116,12 +116,12 @@ def online_bars(records: Sequence[Record]) -> Figure:
         for axes, span in zip(row, spans, strict=True):
             for number, background in enumerate(backgrounds):
                 found = [
-                    estimate(one.figures["slowdown_mean"] for one in _at(records, (span, background), policy))
+                    estimate(record.figures["slowdown_mean"] for record in _at(records, (span, background), policy))
                     for policy in ONLINE.policies
                 ]
                 places = np.arange(len(found)) + (number - (len(backgrounds) - 1) / 2) * height
-                means = [each.mean if each else 0.0 for each in found]
-                errors = [(each.half_width or 0.0) if each else 0.0 for each in found]
+                means = [estimated.mean if estimated else 0.0 for estimated in found]
+                errors = [(estimated.half_width or 0.0) if estimated else 0.0 for estimated in found]
                 label = "no other traffic" if not background else f"other traffic, {background:g} bursts"
                 colour = _COLOURS[number % len(_COLOURS)]
                 axes.barh(places, means, height, xerr=errors, color=colour, ecolor=INK, label=label)

@@ -143,8 +143,8 @@ def run_memory(cell: Cell) -> Record:
     cluster, run, settings = _simulated(case, cell.seed)
     at_s, shares = kv_shares(cluster, run.outcomes, settings.warmup_s)
     decode = [instance for instance in cluster.instances if instance.role == "decode"]
-    capacity_gb = sum(one.kv_capacity_bytes for one in decode) / 1e9
-    gpus = sum(len(one.gpus) for one in case.placement.decode)
+    capacity_gb = sum(instance.kv_capacity_bytes for instance in decode) / 1e9
+    gpus = sum(len(instance.gpus) for instance in case.placement.decode)
     figures = {
         "rate_per_gpu": case.placement.rate_per_gpu,
         "decode_gpus": float(gpus),
@@ -226,17 +226,17 @@ def _about(instances: tuple[PlacedInstance, ...]) -> str:
 
 
 def _aggregated(placed: Placement) -> float:
-    stages = [scheme for one in (*placed.prefill, *placed.decode) for scheme in one.schemes]
+    stages = [scheme for instance in (*placed.prefill, *placed.decode) for scheme in instance.schemes]
     return sum(scheme in INA_SCHEMES for scheme in stages) / len(stages)
 
 
 def _all_reduce_share(case: _Case) -> float:
     """Return the share of a decode iteration that all-reduces take, at the rate of the placement."""
-    one, problem = case.placement.decode[0], case.problem
+    instance, problem = case.placement.decode[0], case.problem
     batch = case.placement.evaluation.operation(case.rate_per_s).decode_batch
-    latency_s, token_s = one.roofline.communication_s(one.communication)
+    latency_s, token_s = instance.roofline.communication_s(instance.communication)
     context = problem.lengths.mix.mean_tokens + problem.output_tokens / 2
-    return (latency_s + token_s * batch / one.split.pp) / one.times().decode_s(batch, context)
+    return (latency_s + token_s * batch / instance.split.pp) / instance.times().decode_s(batch, context)
 
 
 def kv_shares(cluster: Cluster, outcomes: Outcomes, warmup_s: float) -> tuple[FloatArray, FloatArray]:

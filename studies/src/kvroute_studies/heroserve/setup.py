@@ -148,11 +148,11 @@ def _best_of_groups(problem: PlacementProblem, span: int) -> Placement:
     searched, groups = Search(problem, "milp"), _groups(problem, span)
     found = []
     for count in range(1, len(groups)):
-        sides = [searched.builder.chained(*each) for each in _sides(problem, groups[:count], groups[count:])]
+        sides = [searched.builder.chained(*side) for side in _sides(problem, groups[:count], groups[count:])]
         placed = searched.placement(*sides)
         if placed is not None:
             found.append(searched.refined(placed))
-    return max(found, key=lambda one: one.rate_per_s)
+    return max(found, key=lambda placement: placement.rate_per_s)
 
 
 def fixed_placement(problem: PlacementProblem, span: int, baseline: Baseline) -> Placement:
@@ -160,7 +160,7 @@ def fixed_placement(problem: PlacementProblem, span: int, baseline: Baseline) ->
     schemes = problem.schemes if baseline.scheme is None else (baseline.scheme,)
     times = AllReduceTimes(problem.cluster, problem.aggregation, problem.element_bytes, schemes)
     searched, groups, builder = Search(problem, "milp"), _groups(problem, span), Builder(problem, times)
-    placed = searched.placement(*(builder.chained(*each) for each in _sides(problem, groups[:1], groups[1:2])))
+    placed = searched.placement(*(builder.chained(*side) for side in _sides(problem, groups[:1], groups[1:2])))
     assert placed is not None, "the profiles are chosen so that groups meet the objectives"
     return placed if baseline.scheme is not None else searched.refined(placed)
 

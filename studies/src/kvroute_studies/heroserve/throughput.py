@@ -95,7 +95,7 @@ def run_throughput(cell: Cell) -> Record:
     aggregation = Aggregation(slots=wire.slots, wire=wire.type, fallback_share=baseline.fallback_share)
     schemes: tuple[Scheme, ...] = SCHEMES if baseline.scheme is None else (baseline.scheme,)
     times = all_seconds(AllReduce(group, nbytes, ELEMENT_BYTES), cluster, aggregation, schemes)
-    scheme = min(times, key=lambda each: times[each])
+    scheme = min(times, key=lambda name: times[name])
     figures = {
         "time_us": 1e6 * times[scheme],
         "gb_per_s": nbytes / times[scheme] / 1e9,

@@ -57,8 +57,11 @@ def _write_pages(results: Results[TunedStudy]) -> None:
     write_each(
         results.sweeps,
         "NetKV",
-        lambda one, folder: write_experiment(
-            one, results.records[one.name], folder, [*tuning, *_latency_note(one, results.records[one.name])]
+        lambda experiment, folder: write_experiment(
+            experiment,
+            results.records[experiment.name],
+            folder,
+            [*tuning, *_latency_note(experiment, results.records[experiment.name])],
         ),
     )
 
@@ -75,16 +78,16 @@ def _tuning_note(best: Tuned) -> str:
     )
 
 
-def _latency_note(one: Experiment, records: Sequence[Record]) -> list[str]:
+def _latency_note(experiment: Experiment, records: Sequence[Record]) -> list[str]:
     """Return the cost of a decision at each size, if the sweep varies the size of the cluster."""
-    if "gpus" not in one.axes:
+    if "gpus" not in experiment.axes:
         return []
     by_size: dict[float, list[float]] = {}
     for record in records:
-        if record.cell.policy == one.versus[0] and record.summary.decision_s is not None:
+        if record.cell.policy == experiment.versus[0] and record.summary.decision_s is not None:
             by_size.setdefault(record.cell.settings["gpus"], []).append(record.summary.decision_s)
     sizes = "; ".join(f"{gpus:g} GPUs {median(times) * 1e6:.0f} us" for gpus, times in sorted(by_size.items()))
-    return [f"Median decision of {one.versus[0]}, on this machine: {sizes}"] if sizes else []
+    return [f"Median decision of {experiment.versus[0]}, on this machine: {sizes}"] if sizes else []
 
 
 FAMILY = ExperimentFamily(

@@ -100,7 +100,7 @@ _REALISTIC = msgspec.structs.replace(
     capacity="prefill",
     request_set="shifted",
 )
-READINGS = {one.name: one for one in (_PAPER, _LITERAL, _REALISTIC)}
+READINGS = {entry.name: entry for entry in (_PAPER, _LITERAL, _REALISTIC)}
 
 
 def unfit(kind: type, changes: Sequence[str], fault: str) -> InputError:
@@ -109,7 +109,7 @@ def unfit(kind: type, changes: Sequence[str], fault: str) -> InputError:
     what, _, place = fault.partition(" - at ")
     name = place.strip("`").rpartition(".")[2]
     given = next((change for change in changes if change.partition("=")[0] == name), ", ".join(changes))
-    choices = [str(each) for each in get_args(get_type_hints(kind).get(name))]
+    choices = [str(choice) for choice in get_args(get_type_hints(kind).get(name))]
     expected = re.fullmatch(r"Expected `(.+)`, got `.+`", what)
     if "enum" in what and choices:
         problem, hint = "the value is unknown", f"choose one of {', '.join(choices)}"

@@ -105,7 +105,7 @@ def _oversubscription() -> list[Case]:
 
 
 def _share(of: tuple[float, ...], share: float) -> tuple[float, ...]:
-    return tuple(share * each for each in of)
+    return tuple(share * value for value in of)
 
 
 def _background() -> list[Case]:
@@ -299,7 +299,7 @@ def _traces() -> list[Case]:
             ("paper", 1.0, ("prefixes=trace",)),
         )
     ]
-    named = [replace(one, name=f"{one.name} {one.changes[-1]}") for one in found[3:]]
+    named = [replace(case, name=f"{case.name} {case.changes[-1]}") for case in found[3:]]
     # The mean prompt has 122,000 tokens, nearly all of them cached; with 256 GPUs, load 0.85 is the recorded rate.
     agents = [
         _case(
@@ -338,5 +338,5 @@ _GROUPS = (
     _profiles,
     _traces,
 )
-CASES: dict[str, Case] = {one.name: one for group in _GROUPS for one in group()}
+CASES: dict[str, Case] = {case.name: case for group in _GROUPS for case in group()}
 """Every cell of the matrix by name, in the order of the axes."""

@@ -43,7 +43,7 @@ class Matrix:
 def _prepare(chosen: Sequence[Experiment], options: RunOptions) -> Sweeps:
     _refuse(options)
     missing = Traces.of(options.trace_dir).missing(MATRIX.profiles)
-    cells = {one.name: _runnable(one, options, missing) for one in chosen}
+    cells = {experiment.name: _runnable(experiment, options, missing) for experiment in chosen}
     return Sweeps(options, options.out / "never-worse", chosen, cells)
 
 
@@ -58,10 +58,10 @@ def _refuse(options: RunOptions) -> None:
             raise InputError("never-worse does not support this option", where=option, hint=hint)
 
 
-def _runnable(one: Experiment, options: RunOptions, missing: dict[str, str]) -> list[Cell]:
+def _runnable(experiment: Experiment, options: RunOptions, missing: dict[str, str]) -> list[Cell]:
     """Return the cells whose trace is available; of expensive sweeps only the first seeds."""
-    sweep = options.sweep(one, "never-worse")
-    seeds = options.seeds[:SEEN_SEEDS] if one.name == FORESEEN.name else options.seeds
+    sweep = options.sweep(experiment, "never-worse")
+    seeds = options.seeds[:SEEN_SEEDS] if experiment.name == FORESEEN.name else options.seeds
     if options.cell is not None and sweep[0].profile in missing:
         raise InputError(missing[sweep[0].profile], where="--cell", hint="or choose another cell")
     return [cell for cell in sweep if cell.profile not in missing and cell.seed in seeds]

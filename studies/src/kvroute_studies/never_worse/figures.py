@@ -25,14 +25,16 @@ _TRADE_MAX = 60.0
 def ratios(matrix: Sequence[Record]) -> Figure:
     """Draw foresight's mean TTFT over each rival's, a dot per cell with two standard errors, by axis of the matrix."""
     found = {rival: pairs(matrix, rival) for rival in RIVALS}
-    axes_of = list(dict.fromkeys(CASES[each.case].axis for some in found.values() for each in some))
+    axes_of = list(dict.fromkeys(CASES[pairing.case].axis for some in found.values() for pairing in some))
     with style():
         figure, (row,) = panels(1, len(RIVALS), width=4.6, height=max(2.0, 0.42 * len(axes_of)), sharey=True)
         for axes, rival in zip(row, RIVALS, strict=True):
             for number, axis in enumerate(axes_of):
-                some = sorted((e for e in found[rival] if CASES[e.case].axis == axis), key=lambda each: each.ratio)
-                for place, each in enumerate(some):
-                    _dot(axes, each, number + 0.7 * ((place + 0.5) / len(some) - 0.5))
+                some = sorted(
+                    (e for e in found[rival] if CASES[e.case].axis == axis), key=lambda pairing: pairing.ratio
+                )
+                for place, pairing in enumerate(some):
+                    _dot(axes, pairing, number + 0.7 * ((place + 0.5) / len(some) - 0.5))
             axes.axvline(1.0, color=INK, linewidth=1)
             axes.set_xscale("log")
             axes.set_xlim(*_RATIOS)
@@ -45,14 +47,14 @@ def ratios(matrix: Sequence[Record]) -> Figure:
     return figure
 
 
-def _dot(axes: Axes, each: PolicyPairing, y: float) -> None:
-    error = 2 * each.error / each.theirs if each.error and each.theirs else 0.0
-    colour = _LYING if CASES[each.case].oracle == "lying" else line_style(each.second).colour
-    if each.ratio < _RATIOS[0]:
+def _dot(axes: Axes, pairing: PolicyPairing, y: float) -> None:
+    error = 2 * pairing.error / pairing.theirs if pairing.error and pairing.theirs else 0.0
+    colour = _LYING if CASES[pairing.case].oracle == "lying" else line_style(pairing.second).colour
+    if pairing.ratio < _RATIOS[0]:
         axes.plot([_RATIOS[0]], [y], "<", color=colour, markersize=4, clip_on=False)
         return
-    marker = "D" if each.is_higher else "o"
-    axes.errorbar([each.ratio], [y], xerr=[error], fmt=marker, color=colour, markersize=3, linewidth=0.8)
+    marker = "D" if pairing.is_higher else "o"
+    axes.errorbar([pairing.ratio], [y], xerr=[error], fmt=marker, color=colour, markersize=3, linewidth=0.8)
 
 
 def trade(matrix: Sequence[Record]) -> Figure:
@@ -86,14 +88,14 @@ def worth(ablation: Sequence[Record], matrix: Sequence[Record]) -> Figure:
         figure, ((axes,),) = panels(1, 1, width=6.4, height=max(1.6, 0.24 * len(found)))
         if not found:
             return nothing(figure, "no run without a term")
-        for number, each in enumerate(found):
-            axes.barh(number, each.mean - 1, left=1, color="#86bcd8", height=0.65)
-            if each.worst <= _WORTH[1]:
-                axes.plot([each.worst], [number], "D", color=_LYING, markersize=4)
+        for number, part in enumerate(found):
+            axes.barh(number, part.mean - 1, left=1, color="#86bcd8", height=0.65)
+            if part.worst <= _WORTH[1]:
+                axes.plot([part.worst], [number], "D", color=_LYING, markersize=4)
             else:
                 axes.plot([_WORTH[1]], [number], ">", color=_LYING, markersize=4, clip_on=False)
                 axes.annotate(
-                    f"{each.worst:.3g}",
+                    f"{part.worst:.3g}",
                     (_WORTH[1], number),
                     (-5, 0),
                     textcoords="offset points",
@@ -102,7 +104,7 @@ def worth(ablation: Sequence[Record], matrix: Sequence[Record]) -> Figure:
                 )
         axes.axvline(1.0, color=INK, linewidth=1)
         axes.set_yticks(
-            range(len(found)), [plain(each.variant if each.variant != OURS else "everything") for each in found]
+            range(len(found)), [plain(part.variant if part.variant != OURS else "everything") for part in found]
         )
         axes.set_ylim(len(found) - 0.4, -0.6)
         axes.set_xlim(*_WORTH)

@@ -110,18 +110,18 @@ def pairs(
 ) -> list[PolicyPairing]:
     """Pair one policy with another in every cell that has both."""
     found = (pair(of_profile(records, case), case, first, second, metric) for case in profiles_of(records))
-    return [each for each in found if each is not None]
+    return [pairing for pairing in found if pairing is not None]
 
 
 def without_lying_oracle(found: Iterable[PolicyPairing]) -> list[PolicyPairing]:
     """Return the pairings of cells whose oracle does not lie."""
-    return [each for each in found if CASES[each.case].oracle != "lying"]
+    return [pairing for pairing in found if CASES[pairing.case].oracle != "lying"]
 
 
 def losses(records: Sequence[Record]) -> list[PolicyPairing]:
     """Return the cells where foresight's mean TTFT is significantly above a rival's, the worst first."""
     found = [pair for rival in RIVALS for pair in pairs(records, rival) if pair.is_higher]
-    return sorted(found, key=lambda each: (-each.ratio, each.case, each.second))
+    return sorted(found, key=lambda pairing: (-pairing.ratio, pairing.case, pairing.second))
 
 
 def geometric_mean(ratios: Iterable[float]) -> float | None:
@@ -155,7 +155,7 @@ def terms(ablation: Sequence[Record], matrix: Sequence[Record]) -> list[Term]:
         for case in profiles_of(ablation):
             some = [*of_profile(ablation, case), *(r for r in of_profile(matrix, case) if r.cell.policy in RIVALS)]
             against = [pair(some, case, variant, rival) for rival in RIVALS]
-            known = [each.ratio for each in against if each is not None]
+            known = [pairing.ratio for pairing in against if pairing is not None]
             if len(known) == len(RIVALS):
                 ratios[case] = max(known)
             tbt = pair(some, case, variant, "cla", tbt_s)
@@ -179,17 +179,20 @@ def _nowhere_worse(matrix: Sequence[Record]) -> list[ExpectationFinding]:
     for rival in RIVALS:
         all_pairs = pairs(matrix, rival)
         fair = without_lying_oracle(all_pairs)
-        lost, won = [each for each in fair if each.is_higher], [each for each in fair if each.is_lower]
-        worst = max(lost, key=lambda each: each.ratio, default=None)
+        lost, won = (
+            [pairing for pairing in fair if pairing.is_higher],
+            [pairing for pairing in fair if pairing.is_lower],
+        )
+        worst = max(lost, key=lambda pairing: pairing.ratio, default=None)
         sentence = f"Over {len(fair)} cells, it is lower in {len(won)} and higher in {len(lost)}"
         sentence += f", by at most {worst.ratio - 1:.2%} ({worst.case})." if worst else "."
         found.append(
             _finding("truthful or silent oracle", f"mean TTFT not above {rival} in any cell", not lost, sentence, fair)
         )
-        lied = [each for each in all_pairs if CASES[each.case].oracle == "lying"]
+        lied = [pairing for pairing in all_pairs if CASES[pairing.case].oracle == "lying"]
         if lied:
-            most = max(lied, key=lambda each: each.ratio)
-            many = sum(each.is_higher for each in lied)
+            most = max(lied, key=lambda pairing: pairing.ratio)
+            many = sum(pairing.is_higher for pairing in lied)
             details = f"Higher in {many} of {len(lied)} cells; the worst ratio is {most.ratio:.3f} ({most.case})."
             found.append(
                 _finding("lying oracle", f"mean TTFT at most 10 % above {rival}", most.ratio <= 1.1, details, lied)
@@ -201,7 +204,7 @@ def _leads(matrix: Sequence[Record]) -> list[ExpectationFinding]:
     found = []
     for rival, least in LEADS.items():
         fair = without_lying_oracle(pairs(matrix, rival))
-        mean = geometric_mean(each.ratio for each in fair)
+        mean = geometric_mean(pairing.ratio for pairing in fair)
         if mean is not None:
             sentence = f"Geometric mean of {len(fair)} ratios of mean TTFT: {mean:.4f}, {1 - mean:.1%} below."
             claim = f"at least {least:.0%} below {rival}"
@@ -210,10 +213,12 @@ def _leads(matrix: Sequence[Record]) -> list[ExpectationFinding]:
 
 
 def _p99(matrix: Sequence[Record]) -> ExpectationFinding:
-    fair = [each for rival in RIVALS for each in without_lying_oracle(pairs(matrix, rival, p99_s))]
-    worse = [each for each in fair if each.is_higher]
+    fair = [pairing for rival in RIVALS for pairing in without_lying_oracle(pairs(matrix, rival, p99_s))]
+    worse = [pairing for pairing in fair if pairing.is_higher]
     share = len(worse) / max(len(fair), 1)
-    details = ", ".join(f"{each.case} against {each.second} ({each.ratio - 1:+.1%})" for each in _worst(worse))
+    details = ", ".join(
+        f"{pairing.case} against {pairing.second} ({pairing.ratio - 1:+.1%})" for pairing in _worst(worse)
+    )
     sentence = f"Higher in {len(worse)} of {len(fair)} comparisons with {' and '.join(RIVALS)}, {share:.1%}."
     sentence += f" The largest: {details}." if details else ""
     claim = f"P99 TTFT higher in at most {P99_SHARE:.0%}"
@@ -222,11 +227,11 @@ def _p99(matrix: Sequence[Record]) -> ExpectationFinding:
 
 def _tbt(matrix: Sequence[Record]) -> ExpectationFinding:
     fair = without_lying_oracle(pairs(matrix, "cla", tbt_s))
-    over = [each for each in fair if each.difference > TBT_WITHIN_S]
+    over = [pairing for pairing in fair if pairing.difference > TBT_WITHIN_S]
     theirs = {pair.case: pair.difference for pair in pairs(matrix, "cla", tbt_s, first="netkv")}
     details = "; ".join(
-        f"{each.case} {each.difference * 1e3:+.2f} ms (netkv {theirs.get(each.case, 0.0) * 1e3:+.2f})"
-        for each in sorted(over, key=lambda each: -each.difference)[:6]
+        f"{pairing.case} {pairing.difference * 1e3:+.2f} ms (netkv {theirs.get(pairing.case, 0.0) * 1e3:+.2f})"
+        for pairing in sorted(over, key=lambda pairing: -pairing.difference)[:6]
     )
     sentence = f"More than 1 ms above in {len(over)} of {len(fair)} cells" + (f": {details}." if details else ".")
     return _finding("truthful or silent oracle", "TBT within 1 ms of cla", not over, sentence, fair)
@@ -236,8 +241,11 @@ def _goodput(matrix: Sequence[Record]) -> list[ExpectationFinding]:
     found = []
     for rival in RIVALS:
         fair = without_lying_oracle(pairs(matrix, rival, goodput_per_s))
-        lost, won = [each for each in fair if each.is_lower], [each for each in fair if each.is_higher]
-        worst = min(lost, key=lambda each: each.ratio, default=None)
+        lost, won = (
+            [pairing for pairing in fair if pairing.is_lower],
+            [pairing for pairing in fair if pairing.is_higher],
+        )
+        worst = min(lost, key=lambda pairing: pairing.ratio, default=None)
         sentence = f"Over {len(fair)} cells, it is higher in {len(won)} and lower in {len(lost)}"
         if worst is not None:
             sentence += (
@@ -267,11 +275,11 @@ def _seen(seen: Sequence[Record]) -> list[ExpectationFinding]:
 
 
 def _worst(found: Sequence[PolicyPairing]) -> list[PolicyPairing]:
-    return sorted(found, key=lambda each: (-each.ratio, each.case))[:3]
+    return sorted(found, key=lambda pairing: (-pairing.ratio, pairing.case))[:3]
 
 
 def _finding(profile: str, claim: str, holds: bool, sentence: str, some: Sequence[PolicyPairing]) -> ExpectationFinding:
-    if not some or any(each.error is None for each in some):
+    if not some or any(pairing.error is None for pairing in some):
         return ExpectationFinding(profile, claim, "unclear", sentence + " One seed cannot show significance.")
     verdict: Holds = "holds" if holds else "does not hold"
     return ExpectationFinding(profile, claim, verdict, sentence)

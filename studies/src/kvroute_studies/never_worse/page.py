@@ -86,7 +86,7 @@ def verdict(matrix: Sequence[Record]) -> str:
     lost = {loss.case for loss in losses(matrix)}
     gaps = []
     for rival in ("netkv", "cla"):
-        mean = geometric_mean(each.ratio for each in without_lying_oracle(pairs(matrix, rival)))
+        mean = geometric_mean(pairing.ratio for pairing in without_lying_oracle(pairs(matrix, rival)))
         if mean is not None:
             gap = f"{abs(1 - mean):.1%}"
             gaps.append(f"equal to {rival}'s" if gap == "0.0%" else f"{gap} {'below' if mean < 1 else 'above'} {rival}")
@@ -122,5 +122,5 @@ def _commands(matrix: Sequence[Record]) -> list[str]:
     traces = any(CASES[record.cell.profile].trace != "generated" for record in matrix)
     more = " --trace-dir FOLDER" if traces else ""
     cells = [record.cell for record in matrix]
-    one = f"kvroute experiment never-worse-matrix{more}{cell_options(cells[0])}"
-    return [f"kvroute experiment never-worse{more}{seed_options(cells)}", one]
+    matrix_command = f"kvroute experiment never-worse-matrix{more}{cell_options(cells[0])}"
+    return [f"kvroute experiment never-worse{more}{seed_options(cells)}", matrix_command]

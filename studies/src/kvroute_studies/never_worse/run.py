@@ -221,7 +221,9 @@ def tune(
     for record in records:
         mean_s, of_case = record.summary.ttft_s.mean, means.setdefault(record.cell.profile, {})
         of_case.setdefault(record.cell.settings["cache_weight"], []).append(np.inf if mean_s is None else mean_s)
-    return tuple((name, _best({ratio: float(np.mean(s)) for ratio, s in each.items()})) for name, each in means.items())
+    return tuple(
+        (name, _best({ratio: float(np.mean(s)) for ratio, s in by_ratio.items()})) for name, by_ratio in means.items()
+    )
 
 
 def _best(means: dict[float, float]) -> Weights:

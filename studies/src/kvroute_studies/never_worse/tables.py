@@ -178,7 +178,7 @@ def seen_grid(seen: Sequence[Record]) -> Grid:
     rows = []
     for case in profiles_of(seen):
         found = {name: pair(of_profile(seen, case), case, name, CLAIRVOYANT) for name in names}
-        level = next((each.theirs for each in found.values() if each is not None), None)
+        level = next((pairing.theirs for pairing in found.values() if pairing is not None), None)
         if level is None:
             continue
         rows.append((GridEntry(case), GridEntry(f"{level * 1e3:,.0f}"), *(_ratio(found[name]) for name in names)))
@@ -204,7 +204,7 @@ def headline_grid(matrix: Sequence[Record]) -> Grid:
         found = without_lying_oracle(pairs(matrix, name))
         if not found:
             continue
-        ratios = [each.ratio for each in found]
+        ratios = [pairing.ratio for pairing in found]
         mean = geometric_mean(ratios)
         assert mean is not None, "there is a ratio"
         rows.append(
@@ -213,8 +213,8 @@ def headline_grid(matrix: Sequence[Record]) -> Grid:
                 GridEntry(str(len(found))),
                 GridEntry(f"{mean:.4f}"),
                 GridEntry(f"{max(ratios):.3f}"),
-                GridEntry(str(sum(each.is_lower for each in found))),
-                GridEntry(str(sum(each.is_higher for each in found))),
+                GridEntry(str(sum(pairing.is_lower for pairing in found))),
+                GridEntry(str(sum(pairing.is_higher for pairing in found))),
             )
         )
     caption = "Mean TTFT of foresight divided by each policy's; cells with a truthful or silent oracle."

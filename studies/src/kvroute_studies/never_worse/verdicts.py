@@ -68,7 +68,7 @@ ABLATION = Experiment(
     source="kvroute",
     axes={},
     policies=tuple(VARIANTS),
-    profiles=tuple(name for name, one in CASES.items() if one.ablated),
+    profiles=tuple(name for name, case in CASES.items() if case.ablated),
     expectation="no term is harmful, and each is needed in some cell",
     versus=("foresight", "cla"),
 )
@@ -82,4 +82,4 @@ FORESEEN = Experiment(
     expectation="foresight within 5 % of a coordinate descent that has all draws and future requests",
     versus=("foresight", CLAIRVOYANT),
 )
-EXPERIMENTS = {one.name: one for one in (MATRIX, ABLATION, FORESEEN)}
+EXPERIMENTS = {experiment.name: experiment for experiment in (MATRIX, ABLATION, FORESEEN)}

@@ -13,10 +13,10 @@ from kvroute_studies.shared.cells import Experiment
 from kvroute_studies.shared.family import Results, plain_family
 
 
-def _write(one: Experiment, records: Sequence[Record], folder: Path) -> Path:
+def _write(experiment: Experiment, records: Sequence[Record], folder: Path) -> Path:
     from kvroute_studies.prefix_copies.page import write_copies  # its import of plots takes a second
 
-    return write_copies(one, records, folder)
+    return write_copies(experiment, records, folder)
 
 
 def _print_tables(results: Results[None]) -> None:

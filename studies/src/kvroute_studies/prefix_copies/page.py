@@ -105,15 +105,15 @@ def copies_bars(records: Sequence[Record]) -> Figure:
         figure, rows = panels(len(profiles), 2, width=3.6, height=1.9, sharey="row")
         for row, profile in zip(rows, profiles, strict=True):
             some = of_profile(records, profile)
-            names = [name for name in PREFIX_COPIES.policies if any(one.cell.policy == name for one in some)]
+            names = [name for name in PREFIX_COPIES.policies if any(record.cell.policy == name for record in some)]
             panes: tuple[tuple[str, str, Callable[[Record], float | None]], ...] = (
                 ("ttft", "mean TTFT, s", lambda record: record.summary.ttft_s.mean),
                 ("out", "between the sites, GB", _between),
             )
             for axes, (colour, label, value) in zip(row, panes, strict=True):
-                found = [estimate(value(one) for one in some if one.cell.policy == name) for name in names]
-                widths = [each.mean if each else 0.0 for each in found]
-                errors = [each.half_width or 0.0 if each else 0.0 for each in found]
+                found = [estimate(value(record) for record in some if record.cell.policy == name) for name in names]
+                widths = [estimated.mean if estimated else 0.0 for estimated in found]
+                errors = [estimated.half_width or 0.0 if estimated else 0.0 for estimated in found]
                 axes.barh(names, widths, xerr=errors, color=_COLOURS[colour], ecolor=INK, height=0.6)
                 axes.set_title(plain(profile))
                 axes.set_xlabel(label)

@@ -29,7 +29,7 @@ def in_profile(agents: Agents) -> Agents:
 
 def agent_lengths(agents: Agents, step_tokens: int = 100) -> Lengths:
     """Return the tokens of every prompt that an unlimited cache leaves to compute."""
-    tokens = [max(each, 1) for session in agents.sessions for each in session.uncached_tokens()]
+    tokens = [max(prompt_tokens, 1) for session in agents.sessions for prompt_tokens in session.uncached_tokens()]
     whole = sum(turn.input_tokens for session in agents.sessions for turn in session.turns)
     about = f"{agents.name}, {1 - sum(tokens) / whole:.1%} of its tokens cached"
     return grouped(np.array(tokens, dtype=np.float64), np.ones(len(tokens)), step_tokens, about)

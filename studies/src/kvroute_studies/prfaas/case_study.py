@@ -46,10 +46,12 @@ BATCH_MAX, ITERATION_S = 20, 25e-3
 TPOT_MAX_S = ITERATION_S + 1e-6
 """Time per output token of a full batch, which just meets the SLO of 40 tokens/s, plus a margin for rounding."""
 H200 = PiecewisePrefillEntry(
-    tokens=[1_024, 8_192, 32_768, 131_072], times_s=[Duration(each) for each in (0.44, 0.72, 1.84, 7.40)]
+    tokens=[1_024, 8_192, 32_768, 131_072], times_s=[Duration(seconds) for seconds in (0.44, 0.72, 1.84, 7.40)]
 )
 """Published in Table 5."""
-H20 = PiecewisePrefillEntry(tokens=[10_200, 27_500, 62_400], times_s=[Duration(each) for each in (1.829, 4.265, 9.73)])
+H20 = PiecewisePrefillEntry(
+    tokens=[10_200, 27_500, 62_400], times_s=[Duration(seconds) for seconds in (1.829, 4.265, 9.73)]
+)
 """Not published; derived from the published stage rates."""
 _PER_REQUEST_S = 1e-6
 _DECODE = DecodeEntry(base_s=Duration(ITERATION_S - BATCH_MAX * _PER_REQUEST_S), per_request_s=Duration(_PER_REQUEST_S))

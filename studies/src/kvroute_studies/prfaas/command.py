@@ -30,7 +30,7 @@ def _prepare(chosen: Sequence[Experiment], options: RunOptions) -> Sweeps:
     study = _study(options)
     if study.trace:
         source(study.trace)
-    return Sweeps.of([of_study(one, study) for one in chosen], options, study.assumed.name)
+    return Sweeps.of([of_study(experiment, study) for experiment in chosen], options, study.assumed.name)
 
 
 def _write_pages(results: Results[PrfaasStudy]) -> None:
@@ -39,7 +39,9 @@ def _write_pages(results: Results[PrfaasStudy]) -> None:
     write_each(
         results.sweeps,
         "PrfaaS",
-        lambda one, folder: write_prfaas(one, results.records.get(one.name, ()), results.computed, folder),
+        lambda experiment, folder: write_prfaas(
+            experiment, results.records.get(experiment.name, ()), results.computed, folder
+        ),
     )
 
 

@@ -224,8 +224,8 @@ def over_time(records: Sequence[Record]) -> Figure:
 
 def _threshold_ticks(tokens: Sequence[float]) -> tuple[list[float], list[str]]:
     """Return four of the tested thresholds, evenly distributed."""
-    chosen = sorted({tokens[round(each)] for each in np.linspace(0, len(tokens) - 1, 4)})
-    return chosen, [f"{each / 1e3:g}k" for each in chosen]
+    chosen = sorted({tokens[round(position)] for position in np.linspace(0, len(tokens) - 1, 4)})
+    return chosen, [f"{threshold / 1e3:g}k" for threshold in chosen]
 
 
 def _threshold_limits(records: Sequence[Record]) -> tuple[float, float]:

@@ -125,11 +125,11 @@ def standard_error(found: Difference, records: Sequence[Record]) -> float | None
     """Return the standard error of the mean difference in goodput, as a share of the second policy's mean; None with
     one seed."""
     first, second = (_by_seed(records, policy) for policy in (found.first, found.second))
-    each = estimate(first[seed] - second[seed] for seed in sorted(first.keys() & second.keys()))
+    gap = estimate(first[seed] - second[seed] for seed in sorted(first.keys() & second.keys()))
     level = estimate(second.values())
-    if each is None or each.seeds < 2 or level is None or not level.mean:
+    if gap is None or gap.seeds < 2 or level is None or not level.mean:
         return None
-    return each.std / sqrt(each.seeds) / level.mean
+    return gap.std / sqrt(gap.seeds) / level.mean
 
 
 def _by_seed(records: Sequence[Record], policy: str) -> dict[int, float]:
@@ -141,10 +141,14 @@ def prfaas_findings(
 ) -> list[ExpectationFinding]:
     """Return every claim for every profile with records."""
     if experiment.name == CASE_STUDY.name:
-        return [each for name in profiles_of(records) for each in _case(name, of_profile(records, name))]
+        return [finding for name in profiles_of(records) for finding in _case(name, of_profile(records, name))]
     if experiment.name == BURST.name:
         old, planned = old_static(records), experiment.versus[1]
-        return [each for name in profiles_of(records) for each in _burst(name, of_profile(records, name), old, planned)]
+        return [
+            finding
+            for name in profiles_of(records)
+            for finding in _burst(name, of_profile(records, name), old, planned)
+        ]
     return _kv(points)
 
 

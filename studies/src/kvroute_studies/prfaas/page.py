@@ -63,7 +63,7 @@ def write_prfaas(experiment: Experiment, records: Sequence[Record], points: Sequ
     used = points if experiment.name == "prfaas-kv-throughput" else records
     if not used:
         raise InputError(f"{experiment.name} has no result to report", where=str(out), hint="run at least one cell")
-    cells = [each.cell for each in used]
+    cells = [record.cell for record in used]
     return write_results(
         experiment,
         records,

@@ -108,7 +108,7 @@ def _time_entries(records: Sequence[Record]) -> list[GridEntry]:
     model = records[0].figures
     ttft = estimate(record.summary.ttft_s.mean for record in records)
     busy = [figure(records, key) for key in ("prfaas_busy", "pd_p_busy", "pd_d_busy")]
-    shares = "/".join("-" if each is None else f"{each.mean * 100:.0f}" for each in busy)
+    shares = "/".join("-" if estimated is None else f"{estimated.mean * 100:.0f}" for estimated in busy)
     return [
         _entry(ttft, 2),
         _entry(figure(records, "ttft_p90_s"), 2),

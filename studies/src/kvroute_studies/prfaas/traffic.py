@@ -86,7 +86,7 @@ class Disturbance:
         due = np.array([request.at_s - first_s for request in trace.requests]) * trace.rate_per_s
         at_s = self.unwound(due, rate_per_s)
         kept = zip(at_s.tolist(), trace.requests, strict=True)
-        return Trace(trace.name, tuple(msgspec.structs.replace(one, at_s=at) for at, one in kept if at < end_s))
+        return Trace(trace.name, tuple(msgspec.structs.replace(request, at_s=at) for at, request in kept if at < end_s))
 
     def _clock(self, at_s: FloatArray, rate_per_s: float) -> FloatArray:
         """Return the number of requests expected until each time."""

@@ -33,7 +33,12 @@ class Sweeps:
     @classmethod
     def of(cls, chosen: Sequence[Experiment], options: RunOptions, reading: str) -> Sweeps:
         """Return every selected cell of the experiments. Raises InputError for an unknown profile or cell."""
-        return cls(options, options.folder(reading), chosen, {one.name: options.sweep(one, reading) for one in chosen})
+        return cls(
+            options,
+            options.folder(reading),
+            chosen,
+            {experiment.name: options.sweep(experiment, reading) for experiment in chosen},
+        )
 
     def path(self, name: str) -> Path:
         """Return the file with the results of an experiment."""
@@ -174,7 +179,9 @@ def plain_family(
         from kvroute_studies.shared.page import write_experiment
 
         page = write or write_experiment
-        write_each(results.sweeps, name, lambda one, folder: page(one, results.records[one.name], folder))
+        write_each(
+            results.sweeps, name, lambda experiment, folder: page(experiment, results.records[experiment.name], folder)
+        )
 
     return ExperimentFamily(
         experiments,

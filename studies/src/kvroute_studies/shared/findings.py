@@ -63,7 +63,7 @@ def below(experiment: Experiment, records: Sequence[Record], pair: tuple[str, st
     """Check whether the pair's first policy is below the second at every point."""
     axes = tuple(experiment.axes)
     found = [(place(axes, point), gap(runs, pair)) for point, runs in by_point(records).items()]
-    gaps = [(where, each) for where, each in found if each is not None]
+    gaps = [(where, difference) for where, difference in found if difference is not None]
     claim = f"{pair[0]} below {pair[1]}"
     if not gaps:
         return (
@@ -71,18 +71,19 @@ def below(experiment: Experiment, records: Sequence[Record], pair: tuple[str, st
             "unclear",
             f"{pair[0]} and {pair[1]} have no common seed with a first token; use the same --seeds.",
         )
-    clear_wins = sum(each.mean < 0 and not each.is_noise for _, each in gaps)
-    holds = _below_holds([each for _, each in gaps], clear_wins)
+    clear_wins = sum(difference.mean < 0 and not difference.is_noise for _, difference in gaps)
+    holds = _below_holds([difference for _, difference in gaps], clear_wins)
     if len(gaps) == 1:
         return claim, holds, f"Mean TTFT of {pair[0]} compared with {pair[1]}: {worth(gaps[0][1])}{gaps[0][0]}."
-    losses = [(where, each) for where, each in gaps if each.mean > 0]
-    sentence = f"{pair[0]} has the lower mean TTFT at {sum(each.mean < 0 for _, each in gaps)} of {len(gaps)} points"
+    losses = [(where, difference) for where, difference in gaps if difference.mean > 0]
+    lower = sum(difference.mean < 0 for _, difference in gaps)
+    sentence = f"{pair[0]} has the lower mean TTFT at {lower} of {len(gaps)} points"
     sentence += f", {clear_wins} of them significant"
     where, best = min(gaps, key=lambda item: (item[1].relative, item[0]))
     if best.mean < 0:
         sentence += f"; its largest lead is {worth(best)}{where}"
     sentence += (
-        f". Its mean TTFT is higher: {'; '.join(f'{worth(each)}{at}' for at, each in losses)}."
+        f". Its mean TTFT is higher: {'; '.join(f'{worth(difference)}{at}' for at, difference in losses)}."
         if losses
         else "; it is never higher."
     )

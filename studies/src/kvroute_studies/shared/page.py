@@ -111,8 +111,8 @@ def write_index(pages: Mapping[str, Path], path: Path, title: str = "Experiments
 def headline(found: Sequence[ExpectationFinding]) -> str:
     """Summarize all profiles and claims in one sentence."""
     claims: dict[str, dict[str, list[str]]] = {}
-    for each in found:
-        claims.setdefault(each.claim, {}).setdefault(each.holds, []).append(each.profile)
+    for finding in found:
+        claims.setdefault(finding.claim, {}).setdefault(finding.holds, []).append(finding.profile)
     parts = []
     for claim, outcomes in claims.items():
         everywhere = len(outcomes) == 1 and len(next(iter(outcomes.values()))) > 1

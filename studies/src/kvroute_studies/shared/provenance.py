@@ -108,7 +108,7 @@ def _meaning_digest(source: str) -> str:
 
 def digest(modules: Mapping[str, str], without: Sequence[str] = ()) -> str:
     """Return one digest of all modules by name and digest, without those that match a pattern."""
-    parts = (f"{name} {of}\n" for name, of in modules.items() if not any(fnmatch(name, each) for each in without))
+    parts = (f"{name} {of}\n" for name, of in modules.items() if not any(fnmatch(name, pattern) for pattern in without))
     return xxhash.xxh64_hexdigest("".join(parts).encode())
 
 
@@ -117,7 +117,7 @@ def meaning(source: str) -> str:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
-            body[:] = [each for each in body if not _is_docstring(each)]
+            body[:] = [statement for statement in body if not _is_docstring(statement)]
     return ast.dump(tree)
 
 

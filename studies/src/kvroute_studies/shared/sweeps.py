@@ -38,22 +38,24 @@ class RunOptions:
         """Return the results folder of a reading."""
         return self.out / reading / (self.trace.name if self.trace else "generated")
 
-    def sweep(self, one: Experiment, reading: str) -> list[Cell]:
+    def sweep(self, experiment: Experiment, reading: str) -> list[Cell]:
         """Return the selected cells of an experiment, checked before any run.
 
         Raises:
             InputError: the experiment does not have a selected profile or cell.
         """
         for name in self.profiles:
-            if not fnmatch.filter(one.profiles, name):
-                raise InputError(f"there is no profile {name!r}", where="--profile", hint=_choices(name, one.profiles))
+            if not fnmatch.filter(experiment.profiles, name):
+                raise InputError(
+                    f"there is no profile {name!r}", where="--profile", hint=_choices(name, experiment.profiles)
+                )
         wanted = tuple(
             profile
-            for profile in one.profiles
+            for profile in experiment.profiles
             if not self.profiles or any(fnmatch.fnmatchcase(profile, name) for name in self.profiles)
         )
-        sweep = cells(one, reading, wanted, self.seeds)
-        return sweep if self.cell is None else _matching(sweep, one, self.cell)
+        sweep = cells(experiment, reading, wanted, self.seeds)
+        return sweep if self.cell is None else _matching(sweep, experiment, self.cell)
 
 
 def _choices(name: str, profiles: Sequence[str]) -> str:
@@ -64,12 +66,12 @@ def _choices(name: str, profiles: Sequence[str]) -> str:
     return f"choose among {len(profiles)}, such as {', '.join(near)}"
 
 
-def _matching(sweep: list[Cell], one: Experiment, text: str) -> list[Cell]:
+def _matching(sweep: list[Cell], experiment: Experiment, text: str) -> list[Cell]:
     """Return the cells that match a profile, one value per axis and a policy."""
     parts = [part.strip() for part in text.split(",")]
-    form = ",".join(("profile", *one.axes, "policy"))
-    if len(parts) != len(one.axes) + 2:
-        raise InputError(f"{text!r} is not a cell of {one.name}", where="--cell", hint=f"write {form}")
+    form = ",".join(("profile", *experiment.axes, "policy"))
+    if len(parts) != len(experiment.axes) + 2:
+        raise InputError(f"{text!r} is not a cell of {experiment.name}", where="--cell", hint=f"write {form}")
     try:
         values = [float(part) for part in parts[1:-1]]
     except ValueError:
@@ -82,8 +84,8 @@ def _matching(sweep: list[Cell], one: Experiment, text: str) -> list[Cell]:
         if (cell.profile, cell.policy) == (parts[0], parts[-1]) and list(cell.settings.values()) == values
     ]
     if not found:
-        points = [f"{axis}: {', '.join(f'{value:g}' for value in values)}" for axis, values in one.axes.items()]
-        profiles = _choices(parts[0], one.profiles)
-        hint = "; ".join((f"profiles: {profiles}", *points, f"policies: {', '.join(one.policies)}"))
-        raise InputError(f"{one.name} has no cell {text!r}", where="--cell", hint=hint)
+        points = [f"{axis}: {', '.join(f'{value:g}' for value in values)}" for axis, values in experiment.axes.items()]
+        profiles = _choices(parts[0], experiment.profiles)
+        hint = "; ".join((f"profiles: {profiles}", *points, f"policies: {', '.join(experiment.policies)}"))
+        raise InputError(f"{experiment.name} has no cell {text!r}", where="--cell", hint=hint)
     return found
