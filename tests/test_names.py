@@ -86,6 +86,25 @@ def test_no_identifier_has_a_name_that_was_given_up() -> None:
     assert found == []
 
 
+def loop_variables(file: Path) -> Iterator[ast.Name | ast.arg]:
+    """Yield the names that loops, comprehensions and lambdas of a module bind."""
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+            yield from (name for name in ast.walk(node.target) if isinstance(name, ast.Name))
+        elif isinstance(node, ast.Lambda):
+            yield from node.args.args
+
+
+def test_loop_variables_are_named_for_what_they_hold() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{variable.lineno}: {name}"
+        for file in sources()
+        for variable in loop_variables(file)
+        if (name := variable.id if isinstance(variable, ast.Name) else variable.arg) in ("each", "one")
+    ]
+    assert found == []
+
+
 def test_only_the_table_of_renamed_keys_has_the_old_ones() -> None:
     """The packages have none as a literal, and the pages none in code, but where they say that one is deprecated."""
     old = {path[-1] for table in (renamed.CLUSTER_FILE, renamed.LOG_HEADER, renamed.LOG_RECORD) for path in table}
