@@ -8,8 +8,10 @@ STAMP := $(VENV)/.core
 export UV_SYSTEM_CERTS := true
 # Tests start many processes, each of which would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
-# More workers than cores, because tests wait a third of their time.
-export PYTEST_XDIST_AUTO_NUM_WORKERS ?= $(shell expr $$(nproc) + 1)
+# More workers than cores, because tests wait more than half of their time.
+export PYTEST_XDIST_AUTO_NUM_WORKERS ?= $(shell expr 2 \* $$(nproc) + 1)
+# Not even imported: collecting the live tests takes a second of each worker.
+TESTS := $(BIN)/pytest -n auto --dist worksteal --ignore tests/live
 DEV_STAMP := $(VENV)/.dev
 KERNELS_STAMP := $(VENV)/.kernels
 DOCS_STAMP := $(VENV)/.docs
@@ -59,14 +61,14 @@ demo: $(STAMP)  ## a live gateway on 16 emulated engines under three policies, b
 	$(BIN)/kvroute demo examples/fat-tree-64gpu.yaml --out demo-results
 
 test: $(KERNELS_STAMP)  ## the tests of every part, with few examples of Hypothesis; four minutes on two cores
-	$(BIN)/pytest -n auto --dist worksteal -m "not slow and not live"
+	$(TESTS) -m "not slow and not live"
 
 test-slow: $(KERNELS_STAMP)  ## the tests with the mark `slow`
-	$(BIN)/pytest -n auto --dist worksteal -m "slow and not live"
+	$(TESTS) -m "slow and not live"
 
 # Child processes are measured too; live tests are not part of it. Settings: [tool.coverage] in pyproject.toml.
 coverage: $(KERNELS_STAMP)  ## both with branch coverage of src/kvroute; fails below COVERAGE_MIN percent
-	HYPOTHESIS_PROFILE=full $(BIN)/pytest -n auto --dist worksteal -m "not live" --cov --cov-report=term:skip-covered --cov-fail-under=$(COVERAGE_MIN)
+	HYPOTHESIS_PROFILE=full $(TESTS) -m "not live" --cov --cov-report=term:skip-covered --cov-fail-under=$(COVERAGE_MIN)
 
 # Garbage is collected after each test: what a test leaves open is found then, and not by chance.
 soak: $(KERNELS_STAMP)  ## both ten times with all examples, other ones each time, beside two busy loops

@@ -31,6 +31,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 _SETTINGS = "_hypothesis_internal_use_settings"
 """Attribute of a Hypothesis test from which its settings are read when it starts."""
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+"""Such as gw0; empty without workers."""
 _WITHOUT_SERVERS = ("test_all_reduce_truth.py", "test_torch_all_reduce.py", "test_vllm_all_reduce.py")
 """Modules of tests/live/vllm that start no `vllm serve`."""
 
@@ -40,8 +42,22 @@ def _fewer(found: settings) -> settings:
     return settings(found, max_examples=max(QUICK_LEAST, round(found.max_examples * QUICK_PERCENT / 100)))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, object]:
+    """Let each worker begin at another entry of a folder: pytest compiles a module of tests when it is first collected,
+    and those that began at the same one would all compile all modules."""
+    report = yield
+    if _WORKER and report.passed and isinstance(collector, pytest.Directory):
+        first = int(_WORKER.removeprefix("gw")) * len(report.result) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        report.result = report.result[first:] + report.result[:first]
+    return report
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Lower the number of examples of each Hypothesis test, once if it has several parameters."""
+    """Give all workers the same order of tests. Lower the number of examples of each Hypothesis test, once if it has
+    several parameters."""
+    if _WORKER:
+        items.sort(key=lambda item: item.path)
     if settings.get_current_profile_name() != "quick":
         return
     tests = [item for item in items if isinstance(item, pytest.Function) and is_hypothesis_test(item.function)]

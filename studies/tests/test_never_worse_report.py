@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import gmean, sem
 
 from kvroute.planner.comparison.cells import Cell, Record
 from kvroute.sim.metrics import RequestCounts, Spread, Summary, TtftParts
@@ -73,6 +72,8 @@ seconds = st.floats(0.1, 10.0)
 def test_a_difference_is_significant_beyond_two_standard_errors(values: list[tuple[float, float]]) -> None:
     """The standard error equals SciPy's; at most one of the two directions counts, and exchanging the pair reverses
     it."""
+    from scipy.stats import sem
+
     records = [record(FAIR, name, seed, both[k]) for seed, both in enumerate(values) for k, name in enumerate("ab")]
     forward, backward = pair(records[::-1], FAIR, "a", "b"), pair(records, FAIR, "b", "a")
     assert forward is not None
@@ -89,6 +90,8 @@ def test_a_difference_is_significant_beyond_two_standard_errors(values: list[tup
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20))
 def test_the_geometric_mean_equals_scipys(ratios: list[float]) -> None:
+    from scipy.stats import gmean
+
     assert geometric_mean(ratios) == pytest.approx(float(gmean(ratios)))
     assert geometric_mean([]) is None
 

@@ -15,7 +15,6 @@ from typing import Any
 import aiohttp
 import msgspec
 import numpy as np
-import openai
 import pytest
 import uvloop
 import zmq
@@ -182,6 +181,7 @@ def test_mooncake_and_sglang_legs_share_the_kv_port() -> None:
 
 def test_the_openai_client_library_works() -> None:
     """Chat, streaming with usage, several choices, models and embeddings."""
+    import openai
 
     async def check(client: Client) -> None:
         base_url = client.endpoint("decode0").url + "/v1"

@@ -6,7 +6,6 @@ from typing import Any
 
 import jsonschema_rs
 import msgspec
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -284,6 +283,8 @@ def test_tools_are_called_as_the_request_chooses() -> None:
 
 
 def test_the_deltas_of_a_call_are_those_of_the_whole_response() -> None:
+    import openai
+
     async def check(client: Client) -> None:
         async with openai.AsyncOpenAI(base_url=client.endpoint("decode0").url + "/v1", api_key="none") as api:
             tools: Any = FUNCTIONS

@@ -8,7 +8,6 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import openai
 import pytest
 from tests.emulator.test_emulator import MODEL, Client, on_fleet
 
@@ -19,6 +18,7 @@ QUIET = EmulatedClusterSpec(kv_events=False)
 
 def test_embeddings_are_the_same_in_both_encodings() -> None:
     """The SDK asks for base64 unless told otherwise; `dimensions` sets the number of values."""
+    import openai
 
     async def check(client: Client) -> None:
         async with openai.AsyncOpenAI(base_url=client.endpoint("decode0").url + "/v1", api_key="none") as api:
@@ -89,6 +89,8 @@ def sound(seconds: int) -> bytes:
 
 
 def test_audio_is_transcribed() -> None:
+    import openai
+
     async def check(client: Client) -> None:
         url = client.endpoint("decode0").url + "/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none") as api:

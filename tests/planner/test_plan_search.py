@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from scipy.integrate import quad
-from scipy.stats import norm
 
 from kvroute.planner.throughput.kv_throughput import (
     PUBLISHED_TOKENS,
@@ -372,6 +370,9 @@ def test_grouping_keeps_the_mean_and_every_share(tokens: list[int], step: int) -
 @given(st.floats(6, 11), st.floats(0.2, 2), st.integers(1, 1_000), st.integers(2_000, 200_000))
 def test_the_log_normal_is_exact_for_any_step(mu: float, sigma: float, least: int, most: int) -> None:
     """Mean and tail equal a numerical integration of the density."""
+    from scipy.integrate import quad
+    from scipy.stats import norm
+
     low, high = (np.log(least) - mu) / sigma, (np.log(most) - mu) / sigma
     mass = norm.cdf(high) - norm.cdf(low)
     assume(mass > 1e-3)

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import ttest_rel
 
 from kvroute.report.compare import difference, verdict
 from kvroute.sim.metrics import RequestCounts, Spread, Summary, TtftParts
@@ -54,6 +53,8 @@ seconds = st.floats(0.1, 10.0)
 def test_the_interval_is_that_of_the_paired_t_test(pairs: list[tuple[float, float]]) -> None:
     """The interval equals SciPy's for any order of the runs; a difference is noise if SciPy cannot distinguish it from
     zero at 5 %."""
+    from scipy.stats import ttest_rel
+
     first, second = zip(*pairs, strict=True)
     test = ttest_rel(first, second)
     interval = test.confidence_interval(0.95)

@@ -10,10 +10,8 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-import schemathesis
 from hypothesis import example, given
 from hypothesis import strategies as st
-from schemathesis.core.result import Ok
 
 from kvroute.serve.api.json_fields import (
     ENGINE_FIELDS,
@@ -167,6 +165,9 @@ def test_the_published_schema_accepts_what_the_gateway_accepts(path: bytes, body
 
 
 def test_the_description_is_valid_openapi() -> None:
+    import schemathesis
+    from schemathesis.core.result import Ok
+
     described = schemathesis.openapi.from_dict(DESCRIPTION)
     described.validate()
     operations = [operation for operation in described.get_all_operations() if isinstance(operation, Ok)]
