@@ -14,7 +14,7 @@ from kvroute_studies.command import families
 
 COMMANDS = (
     "simulate", "experiment", "llm", "flows", "replay", "explain",
-    "topology check", "topology show", "trace show", "trace generate", "timing fit",
+    "topology check", "topology show", "trace show", "trace generate", "timing fit", "timing from layers",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kvroute.cli.output import print_json, remarks, tell
+from kvroute.cli.timing.layers import app as published
 from kvroute.cli.timing.measure import measure
 from kvroute.types import DecodeSpec, InputError, PrefillSpec
 
@@ -75,3 +76,4 @@ def _fit_all(
 
 
 app.command()(measure)
+app.add_typer(published, name="from")
