@@ -84,6 +84,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return Ended(folder / "out", cluster, done.stdout, done.stderr)
 
 
+@pytest.mark.slow
 def test_live_and_predicted_results_are_printed(ended: Ended) -> None:
     """Each policy has a live and a predicted row with the saved numbers; every request is answered on both sides."""
     assert [row["policy"] for row in ended.rows] == ["round-robin", "foresight", "foresight-joint"]
@@ -105,6 +106,7 @@ def test_live_and_predicted_results_are_printed(ended: Ended) -> None:
     assert "The mean TTFT under foresight-joint is" in ended.out
 
 
+@pytest.mark.slow
 def test_the_output_fits_a_terminal_and_names_the_next_command(ended: Ended) -> None:
     """Lines have at most 80 columns except for paths; the output names the page and the command for a gateway; it has
     no log lines."""
@@ -116,6 +118,7 @@ def test_the_output_fits_a_terminal_and_names_the_next_command(ended: Ended) -> 
     assert "…" not in ended.out
 
 
+@pytest.mark.slow
 def test_the_saved_page_contains_all_policies(ended: Ended) -> None:
     """The page is one file with its scripts included, the map of the last run, and the figures of all runs."""
     page = (ended.folder / "dashboard.html").read_text()
@@ -131,6 +134,7 @@ def test_the_saved_page_contains_all_policies(ended: Ended) -> None:
     assert '<link rel="stylesheet"' not in page
 
 
+@pytest.mark.slow
 def test_nothing_is_left_running(ended: Ended) -> None:
     """Gateway and engines have ended with the command."""
     assert running(str(ended.cluster)) == []

@@ -32,7 +32,8 @@ UNUSED = {"servicemonitors", "clustertopologybindings", "clustertopologies", "po
 right to create comes with a patch that creates, by server-side apply."""
 
 
-@pytest.mark.parametrize("given", [{}, pytest.param({"cleanup_s": 1.0, "controllers": True}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [{}, {"cleanup_s": 1.0, "controllers": True}])
 def test_every_check_passes_and_nothing_remains(given: dict[str, Any]) -> None:
     """As a process, as it is run against a real server; also where definitions end later and a controller writes the
     status of Deployments."""

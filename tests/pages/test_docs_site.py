@@ -103,6 +103,7 @@ def test_every_key_of_a_cluster_file_has_a_row(site: Path) -> None:
         assert rows == list(mapping["properties"]), name
 
 
+@pytest.mark.slow
 def test_broken_links_fail_the_build(tmp_path: Path) -> None:
     """Warnings are errors, and each names its page."""
     write_pages(tmp_path / "pages")

@@ -219,8 +219,8 @@ def test_the_weight_of_rival_transfers_is_configurable() -> None:
         tier_bytes_per_s=np.full(5, NIC),
         attached=attached,
         wan=np.full((1, 1), UNKNOWN, dtype=np.int64),
-        capacity_bytes_per_s=table[:, 0],
-        cable_bytes_per_s=table[:, 1],
+        capacity_bytes_per_s=table[:, 0].copy(),  # a view would be compiled for
+        cable_bytes_per_s=table[:, 1].copy(),
         cables=table[:, 2].astype(np.int64),
         link_tier=table[:, 3].astype(np.int64),
         hashed_paths=1,

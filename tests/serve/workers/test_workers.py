@@ -129,6 +129,7 @@ def test_requests_go_to_all_workers_and_are_counted_once(tmp_path: Path) -> None
     assert min(served) > 0
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_replaced_and_its_counts_stay(tmp_path: Path) -> None:
     """The others serve meanwhile, and nothing that it held stays held."""
     with running(tmp_path) as gateway:

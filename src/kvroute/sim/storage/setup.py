@@ -36,7 +36,7 @@ def rules_of(run: AgentRun) -> RunConstants:
         decode_group=cluster.decode_group,
         storage_bytes_per_s=cluster.storage_bytes_per_s,
         compute_bytes_per_s=cluster.compute_bytes_per_s,
-        kv_bytes=model.kv_bytes,
+        kv_bytes=float(model.kv_bytes),  # one compiled loop for all models
         block_tokens=model.block_tokens,
         attention=model.attention,
         dense_token_s=model.dense_token_s,
