@@ -183,7 +183,7 @@ def test_options_without_effect_are_reported(kvroute: Kvroute, trace: str) -> No
     assert (uneven.code, "cannot share the KV heads evenly" in uneven.err) == (0, True)
     assert kvroute("llm", "llama-3-70b", "--tp", "4").err == ""
     ended = kvroute(*once)
-    assert ended.err == "Simulating: 1 runs\n"
+    assert ended.err == "Simulating: 1 run\n"
     assert "warm-up" not in ended.out
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import signal
 import sys
 from difflib import get_close_matches
 from importlib import import_module
@@ -26,6 +27,8 @@ from kvroute import __version__
 from kvroute.cli.output import console
 from kvroute.types import InputError
 
+_INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C, as shells report it."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UsageError: Any = typer.BadParameter.__base__
 """Exception of a wrong command line; typer exports only this subclass."""
@@ -205,7 +208,10 @@ def main() -> None:
 def _run() -> int:
     """Run the command and return the exit code; input errors are printed."""
     try:
-        return int(app(prog_name="kvroute", standalone_mode=False) or 0)
+        code = int(app(prog_name="kvroute", standalone_mode=False) or 0)
+        if code == _INTERRUPTED:  # typer returns it after Ctrl-C
+            typer.echo("kvroute: interrupted", err=True)
+        return code
     except InputError as error:
         return _refused(str(error))
     except UsageError as error:

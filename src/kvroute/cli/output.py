@@ -75,7 +75,7 @@ def _plain_progress(title: str) -> Iterator[Callable[[int, int], None]]:
 
     def tell(done: int, total: int) -> None:
         if not announced and done < total:
-            sys.stderr.write(f"{title}: {total - done} runs\n")
+            sys.stderr.write(f"{title}: {total - done} run{'s' * (total - done != 1)}\n")
         announced.append(done)
 
     yield tell

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import lru_cache
 from importlib.util import find_spec
-from multiprocessing import get_context, parent_process
+from multiprocessing import connection, get_context, parent_process
+from multiprocessing.connection import Connection
 from threading import Thread
 
 from kvroute.planner.comparison.cells import Cell, Record, decode_record, encode
@@ -49,11 +51,13 @@ def _can_start_workers() -> bool:
 
 
 def _on_processes(cells: Sequence[Cell], run_cell: RunCell, workers: int) -> Iterator[Record]:
-    """Run cells on worker processes. Only a few cells per worker are queued ahead, so an interruption loses little."""
+    """Run cells on worker processes. Only a few cells per worker are queued ahead, so an interruption loses little: it
+    ends the workers at once."""
     waiting = iter(cells)
     context = get_context("forkserver")
     context.set_forkserver_preload(["kvroute.sim.run"])  # imported once instead of by every worker
-    with ProcessPoolExecutor(workers, context, _end_with_parent) as pool:
+    reader, writer = context.Pipe(duplex=False)
+    with reader, writer, ProcessPoolExecutor(workers, context, _end_with_parent, (reader,)) as pool:
         futures: set[Future[Record]] = set()
         try:
             for cell in waiting:
@@ -65,17 +69,20 @@ def _on_processes(cells: Sequence[Cell], run_cell: RunCell, workers: int) -> Ite
                 done, futures = wait(futures, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in done)
         except BaseException:
+            writer.close()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _end_with_parent() -> None:
-    """End a worker when its parent is killed; otherwise it would wait for work forever."""
+def _end_with_parent(writer_closed: Connection) -> None:
+    """End a worker when its parent is killed or interrupted; otherwise it would wait for work, or finish its cell.
+    Ctrl-C reaches the whole process group, and the parent answers it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None
 
     def watch() -> None:
-        parent.join()
+        connection.wait([parent.sentinel, writer_closed])
         os._exit(1)
 
     Thread(target=watch, daemon=True).start()
