@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from tests.control.live_rig import BLOCK_TOKENS, TOKEN_BYTES, cluster_of, request
 
 from kvroute.control import Control, ControlSpec
-from kvroute.types import Arrived, KvStored, Prefill, Reject
+from kvroute.control.learning.observed_delays import ObservedDelays
+from kvroute.types import (
+    AdaptersMeasured,
+    Arrived,
+    Decode,
+    InstanceDown,
+    KvStored,
+    Prefill,
+    PrefillFailed,
+    PrefillFinished,
+    Reject,
+)
 
 CHAIN = tuple(range(1, 101))
 SPEC = ControlSpec(
@@ -46,6 +58,22 @@ def test_each_feature_builds_on_those_before_it_and_adds_its_terms_in_the_opposi
     assert parts["prefill_s"] == pytest.approx([one_token_s, one_token_s + fetch_s + 0.5])
 
 
+def test_terms_are_those_of_the_instances_that_were_compared_with_their_decode_instances() -> None:
+    """If both legs are chosen at once, the few cheapest prefill instances are compared, the cheapest first."""
+    control = replace(SPEC, prefill="cache-aware").build(cluster_of(*(f"vp0{letter}" for letter in "abcdef"), "vd2"))
+    control.handle(KvStored(0.0, "vp0f", CHAIN, BLOCK_TOKENS))
+    control.handle(KvStored(0.0, "vp0e", CHAIN[:50], BLOCK_TOKENS, "cpu"))
+    control.handle(AdaptersMeasured(0.0, "vp0f", ("sql",)))
+    prefill = control.handle(replace(arrived(1), both_on_arrival=True))[0]
+    assert isinstance(prefill, Prefill)
+    assert prefill.terms is not None
+    names, parts = prefill.terms.names, prefill.terms.parts
+    assert (names[0], len(names)) == ("vp0f", 4)
+    assert parts["adapter_s"].tolist() == [0.5 * (name != "vp0f") for name in names]
+    assert [bool(seconds) for seconds in parts["load_s"]] == [name == "vp0e" for name in names]
+    assert [bool(seconds) for seconds in parts["fetch_s"]] == [name != "vp0f" for name in names]
+
+
 def test_a_request_that_is_rejected_as_late_leaves_nothing_behind() -> None:
     """The forecast is attached first: no adapter, session, copy or load is recorded for such a request."""
     control, other = core(), core()
@@ -55,3 +83,21 @@ def test_a_request_that_is_rejected_as_late_leaves_nothing_behind() -> None:
     assert (control.adapters, list(control.sessions(0.0))) == ({}, [])
     assert control.loads(0.0) == other.loads(0.0)
     assert not control.copying(1)
+
+
+def test_a_request_that_starts_again_does_not_keep_the_predictions_of_its_first_try() -> None:
+    """Its pair would have waited for another prompt. Then one instance serves it, and its wait was not predicted."""
+    control = ControlSpec().build(cluster_of("vp0", "vp1", "vd2"))
+    lengths = (200, 200, 4_000, 1_000, 4_000, 4_000, 1_000)
+    decisions = [control.handle(Arrived(0.01 * each, request(each, tokens))) for each, tokens in enumerate(lengths)]
+    (pair,) = decisions[-1]
+    assert isinstance(pair, Prefill)
+    assert pair.terms is not None
+    assert pair.terms.parts["start_s"].min() > 0.4, "a prefill of 0.11 s and a wait"
+    control.handle(InstanceDown(0.07, "vd2"))
+    alone, decode = control.handle(PrefillFailed(0.08, 6))
+    assert isinstance(alone, Prefill)
+    assert isinstance(decode, Decode)
+    assert decode.target == alone.instance
+    control.handle(PrefillFinished(90.0, 6))
+    assert control.parts.view.prefill["llama-3-70b"].waits == ObservedDelays(least=0.0, most=1.5)

@@ -72,9 +72,12 @@ class Placed(msgspec.Struct, gc=False):
     """Decisions that follow that of a prefill."""
 
     def add_term(self, name: str, term_s: FloatArray) -> None:
-        """Add a term of every candidate to the decision, if that has terms."""
+        """Add a term to the decision, if that has terms. Only some candidates are in them, in another order, if both
+        legs were chosen at once. Args: `term_s`: of every candidate of the offer."""
         terms = self.decision.terms
-        if terms is not None:
+        if terms is not None and self.offer is not None:
+            position = {each: number for number, each in enumerate(self.offer.candidates.names)}
+            term_s = term_s[[position[each] for each in terms.names]]
             terms = msgspec.structs.replace(terms, parts=terms.parts | {name: term_s})
             self.decision = msgspec.structs.replace(self.decision, terms=terms)
 

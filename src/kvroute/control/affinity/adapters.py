@@ -50,9 +50,7 @@ class LoadedAdapters:
         if booking.request.adapter:
             self.used(placed.instance, booking.request.adapter)
         if load_s is not None:
-            terms = placed.decision.terms
-            if terms is not None and len(terms.names) == len(load_s):
-                placed.add_term("adapter_s", load_s)
+            placed.add_term("adapter_s", load_s)
 
     def take_over(self, old: LoadedAdapters, instances: Collection[str]) -> None:
         """Continue with what is known of these instances. Args: `old`: of the cluster before, not used any more."""

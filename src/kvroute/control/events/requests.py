@@ -124,7 +124,7 @@ def _again(state: CoreState, booking: Booking, failed: int | None, at: float) ->
     """Restart the request from the beginning without the instance that failed."""
     state.reservations.release_prefill(booking, at)
     state.reservations.release_decode(booking, at)
-    booking.early = False
+    booking.early, booking.wait_s, booking.transfer_s, booking.ttft_s = False, 0.0, 0.0, None
     if failed is not None:
         booking.exclude(failed)
     return _start(state, booking, at)
