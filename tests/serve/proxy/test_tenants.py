@@ -79,8 +79,12 @@ def test_a_request_is_charged_for_what_it_has_used() -> None:
                 "the reserve is given back"
             )
             refused = await ask(gate, "bob", prompt=[1] * 900, tokens=200)
-            assert refused.status == 429
+            assert (refused.status, refused.json["error"]["code"]) == (400, "request_too_large")
             assert "1100 tokens" in refused.json["error"]["message"]
+            assert "retry-after" not in refused.headers, "no wait helps"
+            body, own_key = {"model": "llama-3-70b", "input": "a" * 8_000}, {"Authorization": f"Bearer {KEYS['bob']}"}
+            embedded = await gate.post(body, "/v1/embeddings", own_key)
+            assert (embedded.status, "retry-after" in embedded.headers) == (400, False)
             assert limiter.states("bob", 0.0)[0].remaining == 1_000
 
     run(scenario())

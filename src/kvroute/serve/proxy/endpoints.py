@@ -43,7 +43,7 @@ from kvroute.serve.proxy.legs.passthrough import PassthroughRequest
 from kvroute.serve.proxy.model_cards import ModelCards
 from kvroute.serve.proxy.own_pages import OwnPages, no_such_path
 from kvroute.serve.proxy.request_events import Caller
-from kvroute.serve.proxy.retry import free_of_charge
+from kvroute.serve.proxy.retry import free_of_charge, retry_after
 
 if TYPE_CHECKING:
     from kvroute.http.client_exchange import ClientExchange
@@ -336,7 +336,7 @@ class Endpoints:
         return False
 
     def _exceeded(self, exchange: ClientExchange, kind: str, key: str | None, refusal: Refusal) -> None:
-        headers = [*refusal.headers, (b"retry-after", b"%d" % refusal.retry_after_s)]
+        headers = [*refusal.headers, *retry_after(refusal.status, refusal.retry_after_s)]
         exchange.respond(refusal.status, refusal.body, headers=headers)
         self.serving.metrics.rejected(refusal.metric_reason)
         self.serving.state.rejected(self.serving.now())

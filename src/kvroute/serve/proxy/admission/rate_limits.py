@@ -74,7 +74,8 @@ class RateExceeded:
 
     limited: Limited
     reason: str
-    retry_after_s: int
+    retry_after_s: int | None
+    """Time after which the same request may be charged; None: its limit is too low for it at any time."""
 
 
 class RateState(NamedTuple):
@@ -201,17 +202,14 @@ class RateLimiter:
         )
 
     def _exceeded(self, state: _KeyState, tokens: int, now: float) -> RateExceeded | None:
+        if state.tokens is not None and tokens > (most := state.tokens.per_minute):
+            reason = f"the request may use {tokens} tokens, and the limit of this key is {most} per minute"
+            return RateExceeded("tokens", f"{reason}: shorten the prompt, or allow fewer output tokens", None)
         if state.requests is not None and (wait_s := state.requests.wait_s(1.0, now)):
             reason = f"this key has used its {state.requests.per_minute} requests per minute"
             return RateExceeded("requests", reason, _whole_s(wait_s))
-        if state.tokens is None:
-            return None
-        most = state.tokens.per_minute
-        if tokens > most:
-            reason = f"the request may use {tokens} tokens, and the limit of this key is {most} per minute"
-            return RateExceeded("tokens", f"{reason}: shorten the prompt, or allow fewer output tokens", WAIT_MAX_S)
-        if wait_s := state.tokens.wait_s(tokens, now):
-            left = max(math.floor(state.tokens.level(now) + _TOLERANCE), 0)
+        if state.tokens is not None and (wait_s := state.tokens.wait_s(tokens, now)):
+            left, most = max(math.floor(state.tokens.level(now) + _TOLERANCE), 0), state.tokens.per_minute
             reason = f"the request may use {tokens} tokens, and {left} of the {most} per minute of this key are left"
             return RateExceeded("tokens", reason, _whole_s(wait_s))
         return None

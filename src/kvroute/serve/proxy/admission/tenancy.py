@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 PRIORITY_HEADER, SLO_HEADER = b"x-priority", b"x-slo-ttft-ms"
 BAND_MAX = 100
+_NEVER = 400
+"""Status of a request that its key's limit is too low for at any time."""
 SLO_MAX_MS = 86_400_000.0
 _PLAIN = ServiceClass()
 _OUTPUT_WEIGHT = 0.05
@@ -34,11 +36,14 @@ class Refusal(NamedTuple):
     metric_reason: str
     """Reason in metrics."""
     retry_after_s: int
+    """Value of Retry-After; a status that no retry changes has no such header."""
     headers: Headers
 
     @property
     def body(self) -> bytes:
         """OpenAI's error JSON."""
+        if self.status == _NEVER:
+            return error_body(self.reason, "invalid_request_error", code="request_too_large")
         kind = "rate_limit_error" if self.status == 429 else "service_unavailable"
         code = "rate_limit_exceeded" if self.metric_reason.startswith("rate_") else self.metric_reason
         return error_body(self.reason, kind, code=code)
@@ -192,8 +197,9 @@ class Tenancy:
         self.output_tokens += (output_tokens - self.output_tokens) * _OUTPUT_WEIGHT
 
     def _refusal(self, key: str, exceeded: RateExceeded, now: float) -> Refusal:
-        metric_reason = f"rate_{exceeded.limited}"
-        return Refusal(429, exceeded.reason, metric_reason, exceeded.retry_after_s, self.headers(key, now))
+        status = _NEVER if exceeded.retry_after_s is None else 429
+        metric_reason, retry_after_s = f"rate_{exceeded.limited}", exceeded.retry_after_s or 0
+        return Refusal(status, exceeded.reason, metric_reason, retry_after_s, self.headers(key, now))
 
 
 def _header(headers: Headers, name: bytes) -> bytes | None:
