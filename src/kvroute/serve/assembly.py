@@ -200,9 +200,9 @@ class Gateway:
         if self.replication is not None:
             self.replication.start(settings.prompt.block_tokens)
         self._periodic = [asyncio.create_task(self._tick()), asyncio.create_task(follow(certificate, admin))]
-        address = host_port(listen.host, self.port)
+        address, shown = host_port(listen.host, self.port), settings.policy_fields()
         log_exposures(settings, settings)
-        log_event("info", "serving", address=address, policy=settings.policy, instances=len(manager.runtime.engines))
+        log_event("info", "serving", address=address, **shown, instances=len(manager.runtime.engines))
 
     def _check_pages(self, deployment: Deployment) -> None:
         """Set the origin checks: requests of web pages are checked if no API key is required."""
@@ -302,7 +302,7 @@ class Gateway:
             before = self._clusters.deployment.settings
             await self._take_up(self._clusters, prepared, serving)
             self.metrics.reloaded("taken")
-            log_event("info", "reloaded", policy=serving.settings.policy, instances=len(serving.engines))
+            log_event("info", "reloaded", **serving.settings.policy_fields(), instances=len(serving.engines))
             log_exposures(serving.settings, self._first.settings, before)
             for field in prepared.deployment.needs_restart(self._first):
                 log_event("warning", "reload_needs_restart", field=f"gateway.{field}")

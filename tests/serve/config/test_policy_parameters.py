@@ -5,6 +5,8 @@ from __future__ import annotations
 import jsonschema_rs
 import pytest
 
+from kvroute.cli.serve.overrides import Overrides
+from kvroute.serve.config.policy import policy_text
 from kvroute.serve.config.preflight import settings_of
 from kvroute.serve.config.settings import GatewaySettings
 from kvroute.topology.json_schema import cluster_json_schema
@@ -88,3 +90,30 @@ def test_the_schema_accepts_both_forms() -> None:
     assert validator.is_valid("netkv")
     assert validator.is_valid({"name": "foresight", "tpot": "50 ms", "width": 1})
     assert not validator.is_valid(5)
+
+
+def test_log_lines_and_remarks_name_the_parameters_of_the_policy() -> None:
+    plain, targets = GatewaySettings(), given("gateway: {policy: {tpot: 50 ms, ttft: 2 s}, parameters: {width: 1}}\n")
+    assert plain.policy_fields() == {"policy": plain.policy}
+    assert targets.policy_fields() == {"policy": plain.policy, "parameters": "width=1, tpot=50 ms, ttft=2 s"}
+    assert policy_text(targets.policy, targets.parameters) == f"{plain.policy} (width=1, tpot=50 ms, ttft=2 s)"
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (None, []),
+        ("foresight-joint", []),
+        ("foresight", ["no effect on foresight: ttft of foresight-joint"]),
+        ("netkv", ["no effect on netkv: tpot and ttft of foresight-joint"]),
+    ],
+)
+def test_an_option_for_the_policy_keeps_the_parameters_that_it_has_and_names_the_others(
+    option: str | None, said: list[str]
+) -> None:
+    targets, overrides = given("gateway: {policy: {tpot: 50 ms, ttft: 2 s}}\n"), Overrides(policy=option)
+    kept = overrides.applied(targets).parameters
+    assert overrides.remarks(targets) == said
+    assert [name for name in targets.parameters if name not in kept] == [
+        name for name in ("tpot", "ttft") if said and name in said[0]
+    ]

@@ -57,7 +57,10 @@ def serve(
         str | None,
         typer.Option(help="Topology constraint, e.g. pod:fail or rack:fallback.", rich_help_panel=ROUTING),
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Listen address for clients.", rich_help_panel=PLACE)] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Listen address for clients; that of the admin port does not change.", rich_help_panel=PLACE),
+    ] = None,
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port for clients; 0: any free port.", rich_help_panel=PLACE)
     ] = None,
@@ -105,7 +108,10 @@ def serve(
     overrides = Overrides(policy, shadow, prefill, constraint, host, port, admin_port, log, log_format)
     spec = read_spec(worker) if worker is not None else None
 
+    said: list[str] = []
+
     def adjust(settings: GatewaySettings) -> GatewaySettings:
+        said[:] = overrides.remarks(settings)
         adjusted = overrides.applied(settings)
         if embedded or (spec is not None and spec.endpoints is not None):
             adjusted = measured_by_engines(adjusted)
@@ -119,7 +125,7 @@ def serve(
         def read() -> Deployment:
             deployment = source.read(adjust, endpoints)
             if spec is None:
-                tell((*deployment.cluster.remarks, *deployment.settings.remarks))
+                tell((*said, *deployment.cluster.remarks, *deployment.settings.remarks))
             return deployment
 
         if workers > 1:

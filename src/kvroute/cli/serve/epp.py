@@ -60,7 +60,10 @@ def epp(
     cluster: ClusterFile = None,
     policy: Policy = None,
     prefill: PrefillPolicy = None,
-    host: Annotated[str | None, typer.Option(help="Listen address for Envoy.", rich_help_panel=PLACE)] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Listen address for Envoy; that of the admin port does not change.", rich_help_panel=PLACE),
+    ] = None,
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="gRPC port for Envoy; 0: any free port.", rich_help_panel=PLACE)
     ] = None,
@@ -140,7 +143,10 @@ def epp(
         log_format=log_format,
     )
 
+    said: list[str] = []
+
     def adjust(settings: GatewaySettings) -> GatewaySettings:
+        said[:] = overrides.remarks(settings)
         adjusted = overrides.applied(settings)
         return measured_by_engines(adjusted) if embedded else adjusted
 
@@ -149,7 +155,7 @@ def epp(
 
         deployment = source.read(adjust, endpoints)
         check_addresses(deployment.cluster.instances, deployment.source, sidecar=prefill_by == "sidecar")
-        tell((*deployment.cluster.remarks, *deployment.settings.remarks))
+        tell((*said, *deployment.cluster.remarks, *deployment.settings.remarks))
         return deployment
 
     if print_envoy_config:

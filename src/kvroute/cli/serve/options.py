@@ -26,7 +26,12 @@ PrefillPolicy: TypeAlias = Annotated[
 ]
 AdminPort: TypeAlias = Annotated[
     int | None,
-    typer.Option(min=0, max=65535, help="Port of dashboard and metrics; 0: any free port.", rich_help_panel=PLACE),
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Port of dashboard and metrics, at the file's `gateway.admin.host` (127.0.0.1); 0: any free port.",
+        rich_help_panel=PLACE,
+    ),
 ]
 EventLog: TypeAlias = Annotated[
     Path | None, typer.Option(help="Write every event and decision to this file, for replay and explain.")

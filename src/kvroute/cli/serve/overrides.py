@@ -59,6 +59,12 @@ class Overrides:
         changed.control_spec().check()
         return changed
 
+    def remarks(self, settings: GatewaySettings) -> list[str]:
+        """Return what the user should know of these options. Args: `settings`: those of the file."""
+        from kvroute.serve.config.policy import without_effect
+
+        return list(without_effect(settings.policy, settings.parameters, [self.policy or settings.policy]))
+
     def arguments(self) -> list[str]:
         """Return the same options for another process."""
         options = {name.replace("_", "-"): getattr(self, name) for name in self.__slots__}

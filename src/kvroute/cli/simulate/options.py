@@ -18,9 +18,10 @@ from kvroute.planner.comparison.question import ComparisonSpec
 from kvroute.planner.comparison.served import ServedFile
 from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.serve.config.field_types import Wait
+from kvroute.serve.config.policy import policy_text, without_effect
 from kvroute.serve.config.service_classes import DEFAULT_CLASS, ServiceClass, SloSettings
 from kvroute.serve.config.settings import SECTION, GatewaySettings, OracleSection
-from kvroute.sim.settings import SimSpec, Slo, Telemetry
+from kvroute.sim.settings import SimSpec, Telemetry
 from kvroute.topology import duration_text
 from kvroute.types import InputError
 
@@ -57,7 +58,7 @@ class FileOptions:
             prefill=self.prefill or gateway.prefill,
             constraint=gateway.constraint if self.constraint is None else self.constraint,
             oracle=self._oracle(gateway.oracle),
-            classes=self._classes(gateway.classes),
+            classes=self._classes(gateway.classes, served.settings.slo.ttft_s),
         )
         return ServedFile(served.cluster, gateway)
 
@@ -72,13 +73,13 @@ class FileOptions:
             prediction=prediction,
         )
 
-    def _classes(self, classes: Mapping[str, ServiceClass]) -> dict[str, ServiceClass]:
-        """Let the requests of a trace have the limit of --slo-ttft, if requests that miss theirs are refused."""
+    def _classes(self, classes: Mapping[str, ServiceClass], ttft_s: float) -> dict[str, ServiceClass]:
+        """Let the requests of a trace have the limit of --slo-ttft, if requests that miss theirs are refused. Args:
+        `ttft_s`: the limit of the file."""
         own = classes.get(DEFAULT_CLASS, ServiceClass())
         slo = own.slo or SloSettings()
         if self.refuses_late:
-            ttft_s = Wait(self.slo_ttft_s or slo.ttft_s or Slo().ttft_s)
-            slo = replace(slo, ttft_s=ttft_s, late="refuse")
+            slo = replace(slo, ttft_s=Wait(self.slo_ttft_s or ttft_s), late="refuse")
         elif self.slo_ttft_s is not None and slo.ttft_s is not None:
             slo = replace(slo, ttft_s=Wait(self.slo_ttft_s))
         else:
@@ -91,7 +92,7 @@ class FileOptions:
             settings,
             telemetry=self.telemetry or settings.telemetry,
             oracle_refresh_s=self.oracle_refresh_s or settings.oracle_refresh_s,
-            slo=Slo(ttft_s=self.slo_ttft_s or settings.slo.ttft_s),
+            slo=replace(settings.slo, ttft_s=self.slo_ttft_s or settings.slo.ttft_s),
         )
 
     def replaced(self, served: ServedFile, scenario: Scenario) -> Iterator[str]:
@@ -112,6 +113,8 @@ class FileOptions:
         )
         for option, value, key in rows:
             text = _written(served.cluster.file.gateway, key)
+            if key == "policy" and text == "":
+                text = policy_text(served.gateway.policy, served.gateway.parameters)
             if value is not None and text is not None and _text(value) != text:
                 yield f"{option} {_text(value)} replaces {SECTION}.{key}" + (f": {text}" if text else "")
 
@@ -136,11 +139,8 @@ def file_remarks(path: Path, served: ServedFile, policies: Sequence[str], gatewa
     """Yield what the user should know of a simulated file: its own policy, and what is not modelled."""
     written, gateway = served.cluster.file.gateway, served.gateway
     if gateway.policy in policies and (written.get("policy") or gateway.parameters):
-        parameters = ", ".join(
-            f"{name}={value if isinstance(value, str) else format(value, 'g')}"
-            for name, value in gateway.parameters.items()
-        )
-        yield f"{path} serves with {gateway.policy}" + (f" ({parameters})" if parameters else "")
+        yield f"{path} serves with {policy_text(gateway.policy, gateway.parameters)}"
+    yield from without_effect(gateway.policy, gateway.parameters, policies)
     left_out = served.not_modelled
     if gateways > 1 and "limits" in written:
         left_out = [*left_out, f"{SECTION}.limits, with several gateways"]

@@ -7,9 +7,7 @@ from typing import Annotated, ClassVar, TypeAlias
 
 from msgspec import Meta
 
-from kvroute.policies import DEFAULT_DECODE_POLICY, TARGETS
-from kvroute.types import InputError
-from kvroute_engine.files.units import Duration, Size, quantity
+from kvroute_engine.files.units import Duration, Size
 
 Host: TypeAlias = Annotated[str, Meta(pattern=r"^[^\s/]+\Z", examples=["127.0.0.1"])]
 HeaderName: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}\Z", examples=["X-Tenant"])]
@@ -37,22 +35,6 @@ Number: TypeAlias = Annotated[float, Meta(ge=0, le=1e6)]
 Limit: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000)]
 LimitOrNone: TypeAlias = Annotated[int, Meta(ge=0, le=1_000_000)]
 
-PolicyParameter: TypeAlias = float | Annotated[str, Meta(pattern=r"^[0-9][^\n]*[a-z]\Z", examples=["50 ms"])]
-"""A number, or a time with its unit."""
-PolicyName: TypeAlias = Annotated[
-    str,
-    Meta(
-        examples=[DEFAULT_DECODE_POLICY],
-        extra_json_schema={
-            "anyOf": [
-                {"type": "string"},
-                {"type": "object", "additionalProperties": {"anyOf": [{"type": "number"}, {"type": "string"}]}},
-            ]
-        },
-    ),
-]
-"""Name of a policy. A file may give a mapping with the name and the parameters; see `preflight`."""
-
 _TOKENS = r"^(\d{1,12}(?:\.\d{1,12})?)\s?([KM]?)(?: ?tokens?)?\Z"
 _FACTORS = {"": 1.0, "K": 1e3, "M": 1e6}
 Tokens: TypeAlias = (
@@ -77,12 +59,6 @@ class Window(Duration):
     range_text: ClassVar[str] = "between 0 s and 24 h"
 
 
-class Target(Duration):
-    """Target for a latency, in seconds; 0: none."""
-
-    example: ClassVar[str] = "50 ms"
-
-
 class LogSize(Size):
     """Size limit of log files, in bytes; large enough for the first line of a large cluster, and never unlimited."""
 
@@ -105,22 +81,3 @@ def tokens(length: Tokens) -> float:
     match = re.match(_TOKENS, length)
     assert match is not None, "checked where the file was read"
     return float(match[1]) * _FACTORS[match[2]]
-
-
-def policy_parameter(name: str, value: PolicyParameter) -> float:
-    """Return a parameter of a policy as a number, a time in seconds.
-
-    Raises:
-        InputError: a target is no time with its unit, or another parameter is neither a number nor, if its name says
-            that it is in seconds, a time. `where` is its name.
-    """
-    if not isinstance(value, str) and name not in TARGETS:
-        return value
-    if not isinstance(value, str):
-        value = f"{value:g}"
-    try:
-        if name in TARGETS or name.endswith("_s"):
-            return float(quantity(Target, value))
-        raise InputError(f"{value!r} is not a number", hint="write a number without a unit")
-    except InputError as error:
-        raise InputError(error.what, where=name, hint=error.hint) from None

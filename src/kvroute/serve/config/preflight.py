@@ -10,15 +10,16 @@ import errno
 import os
 import socket
 from collections.abc import Mapping, Set
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import fields, replace
 
 from kvroute.control.log import check_can_create
-from kvroute.policies import DEFAULT_DECODE_POLICY
 from kvroute.serve.config.autoscaling_checks import scaled_cluster_faults
 from kvroute.serve.config.instance_checks import live_faults, model_faults, places_of
 from kvroute.serve.config.offload_checks import site_faults
+from kvroute.serve.config.policy import with_policy_name
 from kvroute.serve.config.settings import SECTION, GatewaySettings, TlsSettings
 from kvroute.serve.config.settings_checks import settings_faults
 from kvroute.topology import Cluster, FileError
@@ -26,7 +27,7 @@ from kvroute.topology.reading.assembly import examine
 from kvroute.types import InputError, InputErrors, cannot_listen
 from kvroute_engine.addresses import bound, host_port
 from kvroute_engine.files.document import Overlay, salvage_section
-from kvroute_engine.files.form import Key, Lines
+from kvroute_engine.files.form import Lines
 
 _CROSSING = ("models", "adapters", "prompt", "offload", "autoscaling", "layerwise", "prefix")
 """Parts of the section that are checked against the instances."""
@@ -100,41 +101,14 @@ def settings_of(text: str, source: str, environ: Mapping[str, str] | None = os.e
     return settings
 
 
-def _with_policy_name(section: object, lines: Lines) -> tuple[object, Lines, list[FileError]]:
-    """Return the section with its policy as a name: `policy: {tpot: 50 ms}` gives parameters to the default policy, or
-    to the one that `name` names. A fault is an empty mapping, or a parameter that is given at both places."""
-    policy = section.get("policy") if isinstance(section, dict) else None
-    if not isinstance(section, dict) or not isinstance(policy, dict):
-        return section, lines, []
-    here, there = (SECTION, "policy"), (SECTION, "parameters")
-    name = policy.get("name", DEFAULT_DECODE_POLICY)
-    if not policy:
-        hint = f"write the name of a policy, or parameters of {name} such as {{tpot: 50 ms}}"
-        return section | {"policy": name}, lines, [lines.error("the mapping is empty", here, hint)]
-    own = {key: value for key, value in policy.items() if key != "name"}
-    given = section.get("parameters") or {}
-    if not isinstance(given, dict):
-        return section | {"policy": name}, lines, []
-    twice = [
-        lines.error(f"`{key}` is given here and in `{SECTION}.parameters`", (*here, key), "remove one of the two")
-        for key in own
-        if key in given
-    ]
-    moved: dict[Key, Key] = {(*there, key): (*here, key) for key in own}
-    moved |= {here: (*here, "name")} if "name" in policy else {}
-    moved |= {there: here} if "parameters" not in section else {}
-    present = {written: key for key, written in moved.items()}
-    numbers = {present.get(key, key): number for key, number in lines.numbers.items()}
-    lines = dataclasses.replace(lines, moved=moved, numbers=numbers)
-    return section | {"policy": name, "parameters": {**given, **own}}, lines, twice
-
-
 def _examined(
     text: str, source: str, environ: Mapping[str, str] | None
 ) -> tuple[GatewaySettings, Lines, list[InputError]]:
     """Return the section, with defaults for parts that cannot be read, and every fault of it."""
     try:
-        written, lines, faults = salvage_section(text, source, SECTION, GatewaySettings, _with_policy_name)
+        written, lines, faults = salvage_section(
+            text, source, SECTION, GatewaySettings, partial(with_policy_name, SECTION)
+        )
     except InputErrors as errors:
         return GatewaySettings(), Lines(source, unread_keys={(SECTION,)}), list(errors.problems)
     unread_keys = {str(key[1]) if len(key) > 1 else "*" for key in lines.unread_keys}

@@ -28,8 +28,6 @@ from kvroute.serve.config.field_types import (
     Number,
     PassthroughPath,
     Path,
-    PolicyName,
-    PolicyParameter,
     Port,
     Query,
     Secret,
@@ -39,9 +37,9 @@ from kvroute.serve.config.field_types import (
     Wait,
     WebOrigin,
     Window,
-    policy_parameter,
 )
 from kvroute.serve.config.offload import OffloadSection
+from kvroute.serve.config.policy import PolicyName, PolicyParameter, parameters_text, policy_parameter
 from kvroute.serve.config.replication import ReplicationSection
 from kvroute.serve.config.service_classes import FairQueueSection, ServiceClass
 from kvroute.topology.schema import Entry, Name
@@ -371,6 +369,11 @@ class GatewaySettings(Entry, frozen=True, kw_only=True):
             InputError: a text is neither; `where` is the name of the parameter.
         """
         return {name: policy_parameter(name, value) for name, value in self.parameters.items()}
+
+    def policy_fields(self) -> dict[str, str]:
+        """Return the fields of a log line about the policy."""
+        parameters = {"parameters": parameters_text(self.parameters)} if self.parameters else {}
+        return {"policy": self.policy, **parameters}
 
     def control_spec(self) -> ControlSpec:
         """Return the settings that determine the core's decisions: the first line of the event log."""

@@ -12,8 +12,9 @@ from kvroute.policies import DECODE_POLICIES, TopologyConstraint, decode_policy,
 from kvroute.serve.api.api_keys import Keys
 from kvroute.serve.api.passthrough_paths import passthrough_fault
 from kvroute.serve.config.autoscaling_checks import autoscaling_faults
-from kvroute.serve.config.field_types import LogSize, PolicyParameter, policy_parameter
+from kvroute.serve.config.field_types import LogSize
 from kvroute.serve.config.offload_checks import offload_faults
+from kvroute.serve.config.policy import PolicyParameter, policy_parameter
 from kvroute.serve.config.service_classes import DEFAULT_CLASS
 from kvroute.serve.config.settings import SECTION, GatewaySettings, TlsSettings
 from kvroute.topology import FileError

@@ -22,7 +22,20 @@ FIELDS = frozenset(
     {
         *("request_id", "trace_id", "endpoint", "status", "seconds", "ttft_s", "client", "key_name", "model"),
         *("instance", "source", "target", "leg", "kind", "reason", "attempt", "tier", "kv_bytes", "input_tokens"),
-        *("policy", "cluster", "instances", "file", "url", "address", "count", "age_s", "version", "signal", "dropped"),
+        *(
+            "policy",
+            "parameters",
+            "cluster",
+            "instances",
+            "file",
+            "url",
+            "address",
+            "count",
+            "age_s",
+            "version",
+            "signal",
+            "dropped",
+        ),
         *(
             "number",
             "field",
