@@ -13,6 +13,8 @@ from kvroute.types import InputError
 
 DURATION, RATE, TOKENS, SIZE = "<duration>", "<rate>", "<tokens>", "<size>"
 """Placeholders of the options' values in the help."""
+TPOT_MAX_S = 10.0
+"""Largest SLO of a token in seconds: a larger number is one in milliseconds without its unit."""
 _RATE = re.compile(r"\s*([^\s/]+)\s*(?:/\s*(s|min|h))?\s*", re.ASCII)
 _TOKENS = re.compile(r"\s*(\d{1,15})\s*([KkMm]?)\s*", re.ASCII)
 _PER_S = {"s": 1.0, "min": 60.0, "h": 3600.0, None: 1.0}
@@ -30,6 +32,7 @@ def seconds(least: float = 0.0, most: float = 1e15) -> Callable[[Any], float]:
 
     def parse(text: Any) -> float:
         number = _number(text)
+        plain = number is not None
         if number is None:
             from kvroute_engine.files.units import duration_s
 
@@ -40,8 +43,10 @@ def seconds(least: float = 0.0, most: float = 1e15) -> Callable[[Any], float]:
         if not least <= number <= most:
             from kvroute_engine.files.units import about_duration
 
-            high = "" if number < least else f" and at most {about_duration(most)}"
-            raise _wrong(text, f"{about_duration(least)} or more{high}", write)
+            if number < least:
+                raise _wrong(text, f"{about_duration(least)} or more", write)
+            likely = f"did you mean {number:g}ms? {write}" if plain and number / 1e3 <= most else write
+            raise _wrong(text, f"at most {about_duration(most)}", likely)
         return number
 
     return parse

@@ -10,7 +10,7 @@ import typer
 
 from kvroute.cli.choices import GROUPINGS
 from kvroute.cli.output import console, make_folder, print_json, remarks
-from kvroute.cli.quantities import DURATION, seconds
+from kvroute.cli.quantities import DURATION, TPOT_MAX_S, seconds
 from kvroute.types import InputError
 
 if TYPE_CHECKING:
@@ -34,7 +34,11 @@ def placement(
     tpot: Annotated[
         float,
         typer.Option(
-            "--tpot", parser=seconds(), metavar=DURATION, help="SLO of each further token.", show_default=False
+            "--tpot",
+            parser=seconds(most=TPOT_MAX_S),
+            metavar=DURATION,
+            help="SLO of each further token.",
+            show_default=False,
         ),
     ],
     grouping: Annotated[

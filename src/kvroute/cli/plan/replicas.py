@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from kvroute.cli.output import console, make_folder, print_json, remarks, tell
-from kvroute.cli.quantities import DURATION, RATE, per_second, seconds
+from kvroute.cli.quantities import DURATION, RATE, TPOT_MAX_S, per_second, seconds
 from kvroute.types import InputError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def replicas(
         float | None,
         typer.Option(
             "--tpot",
-            parser=seconds(1e-6),
+            parser=seconds(1e-6, TPOT_MAX_S),
             metavar=DURATION,
             help=f"SLO of each further token; {_OF_FILE} (any).",
             show_default=False,
@@ -117,14 +117,16 @@ def replicas(
 
 
 def _target(served: ServedFile, options: Mapping[str, float | None]) -> ReplicaTarget:
-    """Return the target of the file's section `gateway.autoscaling`, with the options, and print which of its values
-    these replace."""
+    """Return the target of the file's section `gateway.autoscaling`, else of its policy, with the options, and print
+    which of the section's values these replace."""
+    from kvroute.policies import TARGETS
     from kvroute.policies.fleet.replicas import ReplicaTarget
     from kvroute.serve.config.settings import SECTION
     from kvroute.topology import duration_text
 
-    section = served.gateway.autoscaling
-    target = section.spec().target if section is not None else ReplicaTarget()
+    section, targets = served.gateway.autoscaling, served.gateway.policy_parameters()
+    of_policy = {f"{name}_s": targets[name] for name in TARGETS if targets.get(name)}
+    target = section.spec().target if section is not None else ReplicaTarget(**of_policy)
     given = {name: value for name, value in options.items() if value is not None}
     written = served.cluster.file.gateway.get(SCALING, {})
     for name, value in given.items():
