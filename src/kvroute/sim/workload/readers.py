@@ -348,6 +348,9 @@ def _in_order(name: str, requests: list[TracedRequest], notes: list[str]) -> Tra
             f"time went backwards {backwards} time{'s' if backwards > 1 else ''}; requests are sorted by arrival"
         )
         requests.sort(key=lambda request: request.at_s)
+    if silent := sum(not request.output_tokens for request in requests):
+        of = f"{silent} of {len(requests)} requests"
+        remarks.append(f"the output of {of} has 0 tokens; they end with their prompt and count in no latency")
     first_s = requests[0].at_s
     if not 0 <= first_s <= _LATEST_S:
         # Six digits: a double of the microseconds since 1970 has no more.
