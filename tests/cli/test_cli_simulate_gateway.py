@@ -112,6 +112,26 @@ def test_options_override_the_file_and_say_so(kvroute: Kvroute) -> None:
     assert "replaces" not in plain.err
 
 
+def test_the_targets_of_the_file_are_the_slo(kvroute: Kvroute) -> None:
+    """The limit of the default class comes first, refused or deferred, then the policy's targets; --slo-ttft replaces
+    both. Parameters that a compared policy does not have are named."""
+    targets = "policy: {name: foresight-joint, tpot: 50 ms, ttft: 3 s}"
+    ended = kvroute("simulate", file_with(f"{{{targets}}}"), *RUN, "--policy", "netkv,foresight")
+    assert "≤3s TPOT ≤50ms %" in " ".join(ended.out.split())
+    for line in (
+        "--policy netkv, foresight replaces gateway.policy: foresight-joint (tpot=50 ms, ttft=3 s)",
+        "no effect on netkv: tpot and ttft of foresight-joint",
+        "no effect on foresight: ttft of foresight-joint",
+    ):
+        assert line in ended.err.splitlines()
+    late = f"{{{targets}, classes: {{default: {{slo: {{ttft: 4 s, late: defer}}}}}}}}"
+    ended = kvroute("simulate", file_with(late), *RUN, "--policy", "foresight-joint")
+    assert "≤4s TPOT ≤50ms %" in " ".join(ended.out.split())
+    assert "no effect" not in ended.err
+    ended = kvroute("simulate", file_with(late), *RUN, "--policy", "foresight-joint", "--slo-ttft", "1s")
+    assert "≤1s TPOT ≤50ms %" in " ".join(ended.out.split())
+
+
 def test_limits_and_classes_of_the_file_refuse_requests(kvroute: Kvroute) -> None:
     """One request in flight and none waiting: of a burst the others are rejected. A short SLO refuses late ones."""
     burst = (*RUN, "--rate", "50", "--policy", "netkv", "--json")

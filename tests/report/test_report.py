@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from kvroute.planner.comparison.cells import Cell, Record
+from kvroute.report.compare import verdict
 from kvroute.report.comparison_page import differences_grid, write_report
 from kvroute.report.drawing import line_style, svg
-from kvroute.report.estimate import estimate
+from kvroute.report.estimate import Estimate, estimate
 from kvroute.report.figures import (
     ablation_bars,
     heat_map,
@@ -35,6 +36,7 @@ from kvroute.report.series import summaries
 from kvroute.report.tables import comparison_grid, comparison_table
 from kvroute.sim.metrics import RequestCounts, Spread, Summary, Timeline, TtftParts
 from kvroute.sim.network.link_load import LinkLoad
+from kvroute.sim.settings import Slo
 from kvroute.types import InputError
 from kvroute_studies.netkv.cases import EXPERIMENTS
 from kvroute_studies.shared.cells import Experiment
@@ -384,9 +386,24 @@ def test_a_page_names_every_option_needed_to_repeat_its_results(tmp_path: Path) 
 
 def test_the_slo_column_names_its_limits() -> None:
     runs = summaries(comparison(("cla", "netkv")))
-    titles = [heading.title for heading in comparison_grid(runs, 2.0).headings]
+    titles = [heading.title for heading in comparison_grid(runs, Slo(ttft_s=2.0)).headings]
     assert "TTFT ≤2s %" in titles
     assert "SLO met %" not in titles
+    titles = [heading.title for heading in comparison_grid(runs, Slo(ttft_s=2.0, tpot_s=0.05)).headings]
+    assert "TTFT ≤2s TPOT ≤50ms %" in titles
+
+
+def test_seeds_that_change_nothing_have_no_interval() -> None:
+    """All seeds give the same numbers if nothing is drawn: an interval of zero would claim a precision."""
+    runs = [summary(policy, seed, seconds) for policy, seconds in (("cla", 1.2), ("netkv", 1.0)) for seed in range(3)]
+    grid = comparison_grid(runs)
+    assert not any(entry.detail for row in grid.rows for entry in row)
+    assert grid.caption == "3 seeds, which all give these numbers."
+    assert verdict(runs).sentence.endswith("1,000 ms, 200.0 ms (16.7%) below cla on each of 3 seeds.")
+    assert estimate([0.1 + 0.2, 0.3, 0.3]) == Estimate(pytest.approx(0.3), 0.0, 0.0, 3), "a rounding error"
+    mixed = comparison_grid([*runs, summary("load-aware", 0, 1.0), summary("load-aware", 1, 1.1)])
+    assert [entry.detail for row in mixed.rows for entry in row[1:2]] == ["", "", "±635"]
+    assert mixed.caption == "Mean of 3 seeds, ± 95 % interval of the mean."
 
 
 def test_the_index_links_to_pages(tmp_path: Path) -> None:

@@ -137,6 +137,8 @@ def _sentence(winner: str, mean_s: float, leads: tuple[Difference, ...], single_
     if rival.half_width is None:
         gap = f"{ahead_ms:,.1f} ms below {rival.second}"
         return f"{start}, {gap}; one seed cannot show whether this is noise; use --seeds 5."
+    if not rival.half_width:
+        return f"{start}, {ahead_ms:,.1f} ms ({share:.1%}) below {rival.second} on each of {rival.seeds} seeds."
     gap = f"{ahead_ms:,.1f} ± {rival.half_width * 1e3:,.1f} ms ({share:.1%}) below {rival.second}"
     if rival.is_noise:
         return f"{start}, {gap}: the difference is noise (95 % interval over {rival.seeds} seeds includes zero)."

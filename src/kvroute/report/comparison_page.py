@@ -21,6 +21,7 @@ from kvroute.report.tables import comparison_grid
 from kvroute.serve.config.modelled import simulated_spec
 from kvroute.serve.config.settings import GatewaySettings
 from kvroute.sim.metrics import Summary, Timeline
+from kvroute.sim.settings import Slo
 from kvroute.types import InputError
 
 _MEASURES: tuple[tuple[str, Metric], ...] = (
@@ -86,7 +87,7 @@ def write_report(records: Sequence[Record], out: Path, title: str, *, command: s
         title=title,
         verdict=verdict(runs).sentence,
         remarks=verdict(runs).remarks,
-        table=comparison_grid(runs, _slo_ttft_s(records[0])),
+        table=comparison_grid(runs, _slo(records[0])),
         pictures=pictures,
         differences=differences_grid(runs),
         command=command or _command(records),
@@ -106,9 +107,9 @@ def _parameters(records: Sequence[Record]) -> list[tuple[str, str]]:
     return list(found.items())
 
 
-def _slo_ttft_s(record: Record) -> float | None:
-    slo: Mapping[str, Any] = record.config.get("settings", {}).get("slo", {})
-    return slo.get("ttft_s")
+def _slo(record: Record) -> Slo | None:
+    slo: Mapping[str, Any] | None = record.config.get("settings", {}).get("slo")
+    return msgspec.convert(slo, Slo) if slo else None
 
 
 def _changes(record: Record) -> list[tuple[float, str]]:
@@ -140,8 +141,8 @@ def _gap(found: Difference | None) -> GridEntry:
     if found is None:
         return GridEntry("-")
     half_width, relative = found.half_width, relative_half_width(found)
-    text = f"{found.mean * 1e3:+,.1f}" + ("" if half_width is None else f" ±{half_width * 1e3:,.1f}")
-    return GridEntry(text, f"{found.relative:+.1%}" + ("" if relative is None else f" ±{relative:.1%}"))
+    text = f"{found.mean * 1e3:+,.1f}" + (f" ±{half_width * 1e3:,.1f}" if half_width else "")
+    return GridEntry(text, f"{found.relative:+.1%}" + (f" ±{relative:.1%}" if relative else ""))
 
 
 def in_words(found: Difference) -> str:

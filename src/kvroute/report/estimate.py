@@ -9,6 +9,9 @@ import numpy as np
 
 from kvroute.report.grid import UNKNOWN, GridEntry
 
+_ROUNDING = 1e-9
+"""Relative difference of values that are equal but for rounding errors."""
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -30,6 +33,8 @@ def estimate(values: Iterable[float | None]) -> Estimate | None:
     mean, count = float(known.mean()), int(known.size)
     if count == 1:
         return Estimate(mean, 0.0, None, 1)
+    if float(np.ptp(known)) <= _ROUNDING * abs(mean):
+        return Estimate(mean, 0.0, 0.0, count)
     from scipy.special import stdtrit  # its import takes half a second
 
     std = float(known.std(ddof=1))
@@ -37,8 +42,8 @@ def estimate(values: Iterable[float | None]) -> Estimate | None:
 
 
 def estimate_entry(value: Estimate | None, digits: int, *, signed: bool = False) -> GridEntry:
-    """Return a mean with its interval as the entry of a grid."""
+    """Return a mean with its interval, if the values differ, as the entry of a grid."""
     if value is None:
         return GridEntry(UNKNOWN)
-    width = "" if value.half_width is None else f"±{value.half_width:.{digits}f}"
+    width = f"±{value.half_width:.{digits}f}" if value.half_width else ""
     return GridEntry(f"{value.mean:{'+' if signed else ''}.{digits}f}", width)

@@ -16,6 +16,7 @@ from kvroute.report.series import (
     policies_of,
 )
 from kvroute.sim.metrics import Summary
+from kvroute.sim.settings import Slo
 from kvroute.types import CROSS_DATACENTER
 from kvroute_engine.files.units import about_duration
 
@@ -39,7 +40,7 @@ _COLUMNS = (
     _Column(Heading("KV transfer ms", "Mean KV transfer time", 9), lambda run: run.transfer_s.mean, 1e3, True),
     _Column(Heading("TBT ms", "Mean decode iteration of a request", 1), lambda run: run.tbt_s.mean, 1e3, True),
     _Column(Heading("TPOT ms", "Mean time per output token", 5), lambda run: run.tpot_s.mean, 1e3, True),
-    _Column(Heading(_IN_TIME, "Requests within the TTFT SLO"), lambda run: run.slo_attainment, 100, False, 1),
+    _Column(Heading(_IN_TIME, "Requests within the SLO"), lambda run: run.slo_attainment, 100, False, 1),
     _Column(Heading("good /s", "Good requests per second", 6), lambda run: run.goodput_per_s, 1, False),
     _Column(Heading("hit %", "Prompt tokens found at decode", 4), lambda run: run.cache_hit, 100, False, 1),
     _Column(Heading("rejected", "Rejected requests", 10), lambda run: run.requests.rejected, 1, True, 0),
@@ -112,18 +113,18 @@ _SHARED_ALL_REDUCES = tuple(
 _TIERS_AFTER = "good /s"
 
 
-def comparison_table(runs: Sequence[Summary], *, width: int | None = None, slo_ttft_s: float | None = None) -> Table:
+def comparison_table(runs: Sequence[Summary], *, width: int | None = None, slo: Slo | None = None) -> Table:
     """Return one row per policy: the mean over seeds and, below it, ± half of the 95 % confidence interval.
 
     Args:
         runs: one summary per policy and seed.
         width: maximum width in characters, None for the terminal's; less important columns are dropped.
-        slo_ttft_s: TTFT limit of the SLO for the heading, in seconds; None: unknown.
+        slo: for the heading; None: unknown.
     """
-    return rich_table(comparison_grid(runs, slo_ttft_s), width)
+    return rich_table(comparison_grid(runs, slo), width)
 
 
-def comparison_grid(runs: Sequence[Summary], slo_ttft_s: float | None = None) -> Grid:
+def comparison_grid(runs: Sequence[Summary], slo: Slo | None = None) -> Grid:
     """Return the comparison as texts; "-" marks unmeasured values."""
     policies = policies_of(runs)
     columns = [[GridEntry(policy) for policy in policies]]
@@ -136,7 +137,7 @@ def comparison_grid(runs: Sequence[Summary], slo_ttft_s: float | None = None) ->
         *(_FROM_STORE if reads else ()),
     ]
     for column in (*shown, *(_SHARED_ALL_REDUCES if any(run.all_reduces for run in runs) else ())):
-        headings.append(_with_slo(column.heading, slo_ttft_s))
+        headings.append(_with_slo(column.heading, slo))
         columns.append(
             _entries(column, [estimate(column.value(run) for run in of_policy(runs, name)) for name in policies])
         )
@@ -145,16 +146,22 @@ def comparison_grid(runs: Sequence[Summary], slo_ttft_s: float | None = None) ->
             columns.append([GridEntry(_tiers(of_policy(runs, name))) for name in policies])
     seeds = len({run.seed for run in runs})
     caption = f"Mean of {seeds} seeds, ± 95 % interval of the mean." if seeds > 1 else "One seed."
+    if seeds > 1 and not any(entry.detail for column in columns for entry in column):
+        caption = f"{seeds} seeds, which all give these numbers."
     bold = "Bold: best mean of the column, even if it is noise." if len(policies) > 1 else ""
     return Grid("", tuple(headings), tuple(zip(*columns, strict=True)), caption, bold=bold)
 
 
-def _with_slo(heading: Heading, slo_ttft_s: float | None) -> Heading:
-    """Add the TTFT limit in seconds to the heading of the column of requests within the SLO."""
-    if heading.title != _IN_TIME or slo_ttft_s is None:
+def _with_slo(heading: Heading, slo: Slo | None) -> Heading:
+    """Add the limits to the heading of the column of requests within the SLO."""
+    if heading.title != _IN_TIME or slo is None:
         return heading
-    seconds = about_duration(slo_ttft_s).replace(" ", "")
-    return replace(heading, title=f"TTFT ≤{seconds} %", about=f"Requests with the first token within {seconds}")
+    ttft = about_duration(slo.ttft_s).replace(" ", "")
+    title, about = f"TTFT ≤{ttft}", f"Requests with the first token within {ttft}"
+    if slo.tpot_s is not None:
+        tpot = about_duration(slo.tpot_s).replace(" ", "")
+        title, about = f"{title} TPOT ≤{tpot}", f"{about} and a TPOT of at most {tpot}"
+    return replace(heading, title=f"{title} %", about=about)
 
 
 def _between_sites(runs: Sequence[Summary]) -> bool:
@@ -182,7 +189,7 @@ def _entry(known: Estimate | None, scale: float, digits: int, best: float | None
         return GridEntry(UNKNOWN)
     mean = known.mean * scale
     fraction = 1 if digits == 0 and known.half_width is not None and mean != round(mean) and abs(mean) < 10 else digits
-    detail = "" if known.half_width is None else f"±{known.half_width * scale:,.{fraction}f}"
+    detail = f"±{known.half_width * scale:,.{fraction}f}" if known.half_width else ""
     return GridEntry(f"{mean:,.{fraction}f}", detail, mean == best)
 
 

@@ -382,7 +382,7 @@ def simulate(
         print_json({"runs": runs, "verdict": verdict(runs)})
         return
     shown = console()
-    shown.print(comparison_table(runs, width=shown.width, slo_ttft_s=comparison.settings.slo.ttft_s))
+    shown.print(comparison_table(runs, width=shown.width, slo=comparison.settings.slo))
     found = verdict(runs)
     console().print(found.sentence)
     for remark in found.remarks:

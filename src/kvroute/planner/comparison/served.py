@@ -8,7 +8,7 @@ from functools import lru_cache
 from kvroute.control import ControlSpec
 from kvroute.serve.config.modelled import default_ttft_s, not_modelled, simulated_spec
 from kvroute.serve.config.preflight import deployment_of
-from kvroute.serve.config.service_classes import DEFAULT_CLASS
+from kvroute.serve.config.service_classes import DEFAULT_CLASS, ServiceClass
 from kvroute.serve.config.settings import GatewaySettings
 from kvroute.serve.proxy.admission.admission import Accepted, AdmissionController, AdmissionLimits, Queued
 from kvroute.sim.placement import SimulatedTenancy, Tenant
@@ -81,8 +81,15 @@ def settings_of(gateway: GatewaySettings) -> SimSpec:
         measures_transfers=True,
         transfer="layerwise" if early else "serial",
         review_s=float(offload.check_interval_s) if offload is not None else None,
-        slo=Slo(ttft_s=default_ttft_s(gateway) or Slo().ttft_s),
+        slo=_slo_of(gateway),
     )
+
+
+def _slo_of(gateway: GatewaySettings) -> Slo:
+    """Return what a good request is: the limit of requests without a key, else the targets of the policy."""
+    limit, targets = gateway.classes.get(DEFAULT_CLASS, ServiceClass()).slo, gateway.policy_parameters()
+    ttft_s = float(limit.ttft_s) if limit is not None and limit.ttft_s is not None else targets.get("ttft")
+    return Slo(ttft_s=ttft_s or Slo().ttft_s, tpot_s=targets.get("tpot") or None)
 
 
 def service_of(gateway: GatewaySettings) -> GrantedService:

@@ -11,6 +11,7 @@ from kvroute.cli.output import console, progress_bar, remarks
 from kvroute.planner.comparison.cells import Cell, Record
 from kvroute.report.grid import Grid, rich_table
 from kvroute.report.tables import comparison_table
+from kvroute.sim.settings import Slo
 from kvroute.sim.workload import PROFILES
 from kvroute.types import InputError
 from kvroute_studies.never_worse.cases import CASES
@@ -111,9 +112,9 @@ def _print_runs(results: Results[Matrix]) -> None:
     for experiment in results.sweeps.experiments:
         if records := results.records[experiment.name]:
             limits = {PROFILES[CASES[record.cell.profile].profile].ttft_slo_s for record in records}
-            limit_s = limits.pop() if len(limits) == 1 else None
+            slo = Slo(ttft_s=limits.pop()) if len(limits) == 1 else None
             runs = [record.summary for record in records]
-            console().print(comparison_table(runs, width=console().width, slo_ttft_s=limit_s))
+            console().print(comparison_table(runs, width=console().width, slo=slo))
     remarks().print("A comparison needs two policies; run the cell of another policy, or the whole sweep.")
 
 

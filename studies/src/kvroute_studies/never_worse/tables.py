@@ -65,7 +65,7 @@ def losses_grid(matrix: Sequence[Record]) -> Grid:
                 GridEntry(CASES[loss.case].oracle),
                 GridEntry(f"{loss.ours * 1e3:,.1f}"),
                 GridEntry(f"{loss.theirs * 1e3:,.1f}"),
-                GridEntry(f"{loss.ratio - 1:+.2%}", f"{loss.difference * 1e3:+.1f} ± {(loss.error or 0) * 1e3:.1f} ms"),
+                GridEntry(f"{loss.ratio - 1:+.2%}", f"{loss.difference * 1e3:+.1f}{_error(loss)} ms"),
                 GridEntry(UNKNOWN if p99 is None else f"{p99.ratio:.3f}"),
                 GridEntry(UNKNOWN if tbt is None else f"{tbt.difference * 1e3:+.2f}"),
                 _refused(refused),
@@ -136,6 +136,10 @@ def _refused(found: PolicyPairing | None) -> GridEntry:
     if not (found.ours or found.theirs):
         return GridEntry("0")
     return GridEntry(f"{found.ours:.1%}", f"{found.theirs:.1%}")
+
+
+def _error(found: PolicyPairing) -> str:
+    return f" ± {found.error * 1e3:.1f}" if found.error else ""
 
 
 def _ratio(found: PolicyPairing | None) -> GridEntry:
