@@ -23,15 +23,13 @@ from kvroute.policies.fleet.replicas import (
     predicted,
 )
 from kvroute.timing.queueing import erlang_c, waiting
-from kvroute.types import InputError
+from kvroute.types import DecodeSpec, InputError
 
 MODEL = ReplicaModel(
     bytes_per_s=50e9,
     transfer_bytes_per_s=12.5e9,
     latency_s=10e-6,
-    iteration_s=12.5e-3,
-    per_request_s=0.1e-3,
-    per_context_token_s=0.0,
+    decode=DecodeSpec(base_s=12.5e-3, per_request_s=0.1e-3),
     batch_max=64,
     kv_bytes=200e9,
 )
@@ -77,9 +75,12 @@ models = st.builds(
     bytes_per_s=st.floats(1e8, 1e11),
     transfer_bytes_per_s=st.floats(1e8, 1e11),
     latency_s=st.just(1e-5),
-    iteration_s=st.floats(1e-3, 0.05),
-    per_request_s=st.floats(0.0, 1e-3),
-    per_context_token_s=st.floats(0.0, 1e-7),
+    decode=st.builds(
+        DecodeSpec,
+        base_s=st.floats(1e-3, 0.05),
+        per_request_s=st.floats(0.0, 1e-3),
+        per_context_token_s=st.floats(0.0, 1e-7),
+    ),
     batch_max=st.integers(1, 512),
     kv_bytes=st.just(0.0) | st.floats(1e9, 1e12),
     stages=st.integers(1, 4),
@@ -146,7 +147,7 @@ def test_a_worked_example() -> None:
 
 
 def test_a_slow_network_binds_both_roles() -> None:
-    slow = ReplicaModel(1e9, 1e9, 0.0, 12.5e-3, 0.1e-3, 0.0, 64, 200e9)
+    slow = replace(MODEL, bytes_per_s=1e9, transfer_bytes_per_s=1e9, latency_s=0.0)
     need = needed_replicas(ReplicaTarget(ttft_s=60.0), demand(10.0), slow)
     assert (need.prefill.reason, need.decode.reason) == ("network", "network")
 

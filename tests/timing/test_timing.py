@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from kvroute.cli.timing.command import app
 from kvroute.timing import (
-    TIMINGS,
     IterationTime,
     fit_decode,
     fit_prefill,
@@ -29,6 +28,7 @@ from kvroute.timing import (
     step_base_s,
     tokens_of_step_s,
 )
+from kvroute.topology import H100_LLAMA_70B_TP4
 from kvroute.types import (
     DecodeSpec,
     InputError,
@@ -47,7 +47,12 @@ DISTSERVE = DATA / "distserve" / "profiler-a100-80g.distserve.json"
 VLLM = DATA / "distserve" / "profiler-a100-80g.vllm.json"
 
 small_s = st.floats(0, 1e-3)
-iterations = st.builds(IterationTime, st.floats(1e-4, 1.0), small_s, st.one_of(st.just(0.0), st.floats(1e-12, 1e-5)))
+iterations = st.builds(
+    IterationTime,
+    base_s=st.floats(1e-4, 1.0),
+    per_request_s=small_s,
+    per_context_token_s=st.one_of(st.just(0.0), st.floats(1e-12, 1e-5)),
+)
 points = st.lists(st.tuples(st.integers(1, 500), st.floats(0, 1.0)), min_size=2, max_size=6).map(
     lambda steps: PiecewisePrefill(
         tokens=tuple(int(n) for n in np.cumsum([gap for gap, _ in steps])),
@@ -196,7 +201,7 @@ def test_more_time_never_has_fewer_iterations(time: IterationTime, elapsed: floa
 
 
 def test_the_default_is_in_netkvs_range() -> None:
-    spec = TIMINGS["h100-llama-3-70b-tp4"]
+    spec = H100_LLAMA_70B_TP4.spec()
     assert prefill_time(spec.prefill).seconds(10_000) == pytest.approx(0.92)
     time = IterationTime.of(spec.decode)
     assert time.seconds(64) == pytest.approx(0.0189)

@@ -10,14 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+import msgspec
 import pytest
 import yaml
 from tests.commands import kvroute_command
 from tests.examples import CLUSTERS, PLANS
 
+from kvroute.files.units_in_structs import without_units
+from kvroute.kube.resources.fields import camel_case
+from kvroute.kube.resources.timing import DecodeTime
 from kvroute.serve.config.preflight import deployment_of
 from kvroute.topology.json_schema import cluster_json_schema
-from kvroute.types import InputErrors
+from kvroute.topology.schema import DecodeEntry
+from kvroute.types import DecodeSpec, InputError, InputErrors
+from kvroute_engine.files.units import quantity_text
 
 SMALL = Path(__file__).resolve().parents[2] / "examples" / "small.yaml"
 
@@ -115,3 +121,20 @@ def test_without_the_gateway_extra_its_section_is_not_checked() -> None:
     document = yaml.safe_load(SMALL.read_text())
     assert validator.is_valid(document | {"gateway": {"no_such_key": 1}})
     assert not validator.is_valid(document | {"no_such_key": 1})
+
+
+def test_the_decode_time_is_declared_once() -> None:
+    """Entries of cluster files and custom resources have the fields of `DecodeSpec`, with a unit, and its numbers."""
+    spec = DecodeSpec(base_s=12.5e-3, per_request_s=1e-4, per_context_token_s=2e-9)
+    entry = DecodeEntry(**msgspec.structs.asdict(spec))
+    assert msgspec.to_builtins(entry, enc_hook=quantity_text) == {
+        "base": "12.5 ms",
+        "per_request": "100 us",
+        "per_context_token": "2 ns",
+    }
+    assert without_units(entry, DecodeSpec) == spec
+    keys = {kind: kind.__struct_encode_fields__ for kind in (DecodeSpec, DecodeEntry, DecodeTime)}
+    assert keys[DecodeEntry] == tuple(name.removesuffix("_s") for name in keys[DecodeSpec])
+    assert keys[DecodeTime] == tuple(camel_case(name) for name in keys[DecodeEntry])
+    with pytest.raises(InputError, match="out of range for a duration"):
+        DecodeEntry(base_s=-1.0)

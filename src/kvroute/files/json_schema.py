@@ -128,12 +128,17 @@ def _limits(kind: types.IntType | types.FloatType | types.StrType | types.ListTy
 
 
 def attribute_docstrings(kind: type) -> dict[str, str]:
-    """Return the string below each attribute of a class; Python itself does not store it."""
-    body = ast.parse(inspect.getsource(kind)).body[0]
-    assert isinstance(body, ast.ClassDef)
+    """Return the string below each attribute of a Struct, inherited ones included; Python itself does not store it."""
+    # A class that a decorator has made (`with_units`) has the name of the class in the source, its base.
+    classes = {base.__qualname__: base for base in kind.__mro__ if issubclass(base, msgspec.Struct)}
     texts = {}
-    for statement, after in zip(body.body, body.body[1:], strict=False):
-        match statement, after:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                texts[name] = inspect.cleandoc(text)
+    for base in reversed(classes.values()):
+        if base is msgspec.Struct:
+            continue
+        body = ast.parse(inspect.getsource(base)).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, after in zip(body.body, body.body[1:], strict=False):
+            match statement, after:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[name] = inspect.cleandoc(text)
     return texts

@@ -2,7 +2,6 @@
 
 from kvroute.timing.fit import Fit, FitError, fit_decode, fit_prefill, fit_profile
 from kvroute.timing.formulas import (
-    TIMINGS,
     IterationTime,
     PrefillTime,
     prefill_each_s,
@@ -13,7 +12,6 @@ from kvroute.timing.formulas import (
 from kvroute.timing.profile import Profile, read_profile
 
 __all__ = [
-    "TIMINGS",
     "Fit",
     "FitError",
     "IterationTime",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from kvroute.compiled import compiled
@@ -23,14 +24,6 @@ from kvroute.types import (
     QuadraticPrefill,
     TimingSpec,
 )
-
-TIMINGS: dict[str, TimingSpec] = {
-    "h100-llama-3-70b-tp4": TimingSpec(
-        prefill=LinearPrefill(per_token_s=90e-6, base_s=20e-3),
-        decode=DecodeSpec(base_s=12.5e-3, per_request_s=0.1e-3),
-    ),
-}
-"""Default timings, in the range that NetKV VI-A fits for Llama-3-70B on four H100; profile your own engine."""
 
 
 class PrefillTime(Protocol):
@@ -175,16 +168,8 @@ def _check(where: str, **coefficients: float) -> None:
             raise InputError(f"{name} is {value!r} s", where=where, hint="give a finite time, 0 or more")
 
 
-@dataclass(frozen=True, slots=True)
-class IterationTime:
-    """Duration of decode iterations: t = base_s + per_request_s * batch + per_context_token_s * context_tokens.
-
-    `context_tokens` is the sum over the batch. `IterationTime.of` checks the numbers; the constructor does not.
-    """
-
-    base_s: float
-    per_request_s: float
-    per_context_token_s: float = 0.0
+class IterationTime(DecodeSpec, frozen=True):
+    """Duration of decode iterations. `IterationTime.of` checks the numbers; the constructor does not."""
 
     @classmethod
     def of(cls, spec: DecodeSpec) -> IterationTime:
@@ -193,11 +178,7 @@ class IterationTime:
         _check("decode", base=spec.base_s, per_request=spec.per_request_s, per_context_token=spec.per_context_token_s)
         if spec.base_s + spec.per_request_s <= 0:
             raise InputError("an iteration takes no time", where="decode", hint="give `base` or `per_request`")
-        return cls(spec.base_s, spec.per_request_s, spec.per_context_token_s)
-
-    def seconds(self, batch: int, context_tokens: float = 0.0) -> float:
-        """Return the seconds of one iteration."""
-        return self.base_s + self.per_request_s * batch + self.per_context_token_s * context_tokens
+        return cls(**msgspec.structs.asdict(spec))
 
     def span_s(self, steps: int, batch: int, context_tokens: float) -> float:
         """Return the seconds of `steps` iterations of a constant batch whose context grows by `batch` tokens in each

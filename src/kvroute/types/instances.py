@@ -110,11 +110,18 @@ PrefillSpec: TypeAlias = LinearPrefill | QuadraticPrefill | PiecewisePrefill
 
 
 class DecodeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """t(beta, context) = base_s + per_request_s * beta + per_context_token_s * (sum of context tokens)."""
+    """t(beta, context) = base_s + per_request_s * beta + per_context_token_s * (sum of context tokens).
+
+    The entries of cluster files and custom resources derive from it (`files.units_in_structs`).
+    """
 
     base_s: float
-    per_request_s: float
+    per_request_s: float = 0.0
     per_context_token_s: float = 0.0
+
+    def seconds(self, batch: float, context_tokens: float = 0.0) -> float:
+        """Return the seconds of one iteration."""
+        return self.base_s + self.per_request_s * batch + self.per_context_token_s * context_tokens
 
 
 TransferStart: TypeAlias = Literal["at-once", "between-steps"]
@@ -125,13 +132,16 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     engine that computes one prompt after the other and needs no time besides."""
 
     step_tokens: int | None = None
-    """Most tokens of one step: prompts share a step, and a longer prompt takes several. None: one prompt at a time."""
+    """Most tokens of one step (vLLM's `max_num_batched_tokens`): prompts share a step, and a longer prompt takes
+    several. None: one prompt after the other."""
     step_s: float = 0.0
-    """The part of the prefill's base that each step takes; the rest passes before the first step of a prompt."""
+    """The part of the prefill's `base` that each step takes, however many prompts it has; the rest passes before the
+    first step of a prompt and delays no other. Needs `step_tokens`."""
     decode_request_s: float = 0.0
-    """Time of a request on a decode instance besides its steps, until its first token."""
+    """Time of a request on a decode instance besides its steps and its transfer, until its first token."""
     transfers: TransferStart = "at-once"
-    """When a decode instance begins to pull a KV cache. "between-steps": at the end of the next step that it plans."""
+    """When a decode instance begins to pull a KV cache: at once, or, as in vLLM, between steps, at the end of the next
+    step that it plans."""
 
 
 class TimingSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -90,14 +90,12 @@ def replica_model(cluster: Cluster, model: str, *, overlaps: bool = False) -> Re
     sources = [i for i, instance in members if instance.role == "prefill"] or [members[0][0]]
     targets = [i for i, instance in members if instance.role == "decode"] or [members[0][0]]
     first = cluster.instances[targets[0]]
-    tier, decode = int(np.median(cluster.tier[np.ix_(sources, targets)])), cluster.timing[first.timing].decode
+    tier = int(np.median(cluster.tier[np.ix_(sources, targets)]))
     return ReplicaModel(
         bytes_per_s=min(_card_bytes_per_s(cluster, sources[0]), _card_bytes_per_s(cluster, targets[0])),
         transfer_bytes_per_s=float(cluster.tier_bytes_per_s[tier]),
         latency_s=float(cluster.tier_latency_s[tier]),
-        iteration_s=decode.base_s,
-        per_request_s=decode.per_request_s,
-        per_context_token_s=decode.per_context_token_s,
+        decode=cluster.timing[first.timing].decode,
         batch_max=first.batch_max,
         kv_bytes=first.kv_capacity_bytes,
         stages=min(cluster.instances[i].pp for i in sources),

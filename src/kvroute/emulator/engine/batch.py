@@ -115,7 +115,9 @@ class Batch:
             decode.planned_steps -= steps
         self._ticked = 0
         decode.time = IterationTime(
-            factor * spec.base_s, factor * spec.per_request_s, factor * spec.per_context_token_s
+            base_s=factor * spec.base_s,
+            per_request_s=factor * spec.per_request_s,
+            per_context_token_s=factor * spec.per_context_token_s,
         )
         if decode.batch and not self.prompts:
             span_s = decode.time.span_s(decode.planned_steps, decode.batch, decode.context_tokens)

@@ -45,6 +45,12 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """One mapping of a custom resource; an unknown key is an error."""
 
 
+def camel_case(name: str) -> str:
+    """Return a name in the form of `Part`: `per_request` is `perRequest`."""
+    first, *others = name.split("_")
+    return first + "".join(map(str.capitalize, others))
+
+
 def name_of(obj: Object) -> str:
     """Return `namespace/name`, or the name of an object without a namespace."""
     metadata = obj.get("metadata") or {}

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
+import msgspec
 from msgspec import Meta, field
 
-from kvroute.kube.resources.fields import Part
-from kvroute.topology.schema import Count
+from kvroute.files.units_in_structs import with_units
+from kvroute.kube.resources.fields import Part, camel_case
+from kvroute.topology import H100_LLAMA_70B_TP4
+from kvroute.topology.schema import Count, LinearPrefillEntry
+from kvroute.types import DecodeSpec
 from kvroute_engine.files.units import Bandwidth, Duration, Size
 
 TimingName: TypeAlias = Annotated[
@@ -58,12 +62,9 @@ class RouterPrefillTime(Part, frozen=True, kw_only=True):
         return "perToken2" if self.kind == "quadratic" and self.per_token2_s is None else ""
 
 
-class DecodeTime(Part, frozen=True, kw_only=True):
+@with_units(camel_case)
+class DecodeTime(DecodeSpec, Part, frozen=True, kw_only=True):
     """Time of one decode iteration: base + perRequest * batch + perContextToken * all context tokens of the batch."""
-
-    base_s: Duration = field(name="base")
-    per_request_s: Duration = field(name="perRequest", default=Duration(0.0))
-    per_context_token_s: Duration = field(name="perContextToken", default=Duration(0.0))
 
 
 class EngineTiming(Part, frozen=True, kw_only=True):
@@ -75,9 +76,11 @@ class EngineTiming(Part, frozen=True, kw_only=True):
 
 def typical_timing() -> dict[TimingName, EngineTiming]:
     """Return the timing of KvRouters that give none: a model of 70 billion parameters on four GPUs."""
+    prefill = H100_LLAMA_70B_TP4.prefill
+    assert isinstance(prefill, LinearPrefillEntry)
     return {
         "default": EngineTiming(
-            prefill=RouterPrefillTime(base_s=Duration(0.02), per_token_s=Duration(90e-6)),
-            decode=DecodeTime(base_s=Duration(0.0125), per_request_s=Duration(1e-4)),
+            prefill=RouterPrefillTime(base_s=Duration(prefill.base_s), per_token_s=Duration(prefill.per_token_s)),
+            decode=DecodeTime(**msgspec.structs.asdict(H100_LLAMA_70B_TP4.decode)),
         )
     }

@@ -15,7 +15,7 @@ from kvroute.planner.placement.schema import Phase
 from kvroute.topology import ClusterFile, InstanceEntry, TimingEntry
 from kvroute.topology.gpu_paths import Gpu
 from kvroute.topology.schema import AllReduceEntry, DecodeEntry, QuadraticPrefillEntry
-from kvroute_engine.files.units import Duration, Size
+from kvroute_engine.files.units import Size
 
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
@@ -72,16 +72,8 @@ def cluster_file(problem: PlacementProblem, instances: Sequence[Named]) -> Clust
 def _timing(instance: PlacedInstance) -> TimingEntry:
     times = instance.times()
     return TimingEntry(
-        prefill=QuadraticPrefillEntry(
-            base_s=Duration(times.prefill.base_s),
-            per_token_s=Duration(times.prefill.per_token_s),
-            per_token2_s=Duration(times.prefill.per_token2_s),
-        ),
-        decode=DecodeEntry(
-            base_s=Duration(times.decode.base_s),
-            per_request_s=Duration(times.decode.per_request_s),
-            per_context_token_s=Duration(times.decode.per_context_token_s),
-        ),
+        prefill=QuadraticPrefillEntry(**msgspec.structs.asdict(times.prefill)),
+        decode=DecodeEntry(**msgspec.structs.asdict(times.decode)),
     )
 
 

@@ -27,7 +27,6 @@ from kvroute.topology.schema import DecodeEntry, TimingEntry
 from kvroute.types import InputError, PiecewisePrefill, PrefillSpec, QuadraticPrefill
 from kvroute_engine.files.document import read_mapping_file
 from kvroute_engine.files.form import Key, Lines, nearest
-from kvroute_engine.files.units import Duration
 
 T = TypeVar("T")
 _BEGINS = "begin with `name: my-plan`, `traffic:`, `kv:`, `hardware:` and `clusters:`"
@@ -37,7 +36,7 @@ _READINGS: dict[Reading, str] = {
     "exact": "each stage uses the mean prefill time of its prompts, E[T(L)] (`reading: exact`; the paper's "
     "`reading: representative` uses the prefill time of the mean prompt length)",
 }
-_NO_DECODE = DecodeEntry(base_s=Duration(1.0))
+_NO_DECODE = DecodeEntry(base_s=1.0)
 
 
 @dataclass(frozen=True, slots=True)

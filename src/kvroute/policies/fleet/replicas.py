@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from kvroute.timing.queueing import DecodeLoad, waiting
-from kvroute.types import FloatArray, InputError
+from kvroute.types import DecodeSpec, FloatArray, InputError
 
 ScaledRole: TypeAlias = Literal["prefill", "decode"]
 SCALED_ROLES: tuple[ScaledRole, ...] = get_args(ScaledRole)
@@ -83,10 +83,7 @@ class ReplicaModel:
     """Rate of a single transfer."""
     latency_s: float
     """Time of a transfer without bytes."""
-    iteration_s: float
-    """Decode iteration without requests."""
-    per_request_s: float
-    per_context_token_s: float
+    decode: DecodeSpec
     batch_max: int
     kv_bytes: float
     """KV memory of a decode instance; 0: not known, and no limit."""
@@ -221,7 +218,7 @@ def _prefill(target: ReplicaTarget, demand: Demand, model: ReplicaModel) -> Role
     stage_s = demand.service_s / model.stages
     sent = demand.rate_per_s * float(demand.share @ demand.sent_bytes) / model.bytes_per_s
     transfer_s = model.latency_s + (0.0 if model.overlaps else 1.0) * demand.sent_bytes / model.transfer_bytes_per_s
-    first_s = model.iteration_s + model.per_request_s + model.per_context_token_s * demand.context_tokens
+    first_s = model.decode.seconds(1, demand.context_tokens)
     left_s = target.ttft_s - demand.service_s - transfer_s - first_s
 
     def attainment(servers: int) -> float:
@@ -235,8 +232,8 @@ def _prefill(target: ReplicaTarget, demand: Demand, model: ReplicaModel) -> Role
 
 def _decode(target: ReplicaTarget, demand: Demand, model: ReplicaModel) -> RoleNeed:
     instance = DecodeLoad(
-        base_s=model.iteration_s,
-        per_request_s=model.per_request_s + model.per_context_token_s * demand.context_tokens,
+        base_s=model.decode.base_s,
+        per_request_s=model.decode.per_request_s + model.decode.per_context_token_s * demand.context_tokens,
         output_tokens=demand.output_tokens,
         batch_max=model.batch_max,
         kv_tokens=model.kv_bytes or math.inf,

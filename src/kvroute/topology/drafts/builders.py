@@ -28,11 +28,11 @@ from kvroute.topology.schema import (
     Wan,
 )
 from kvroute.types import InputError
-from kvroute_engine.files.units import Bandwidth, Duration, Latency, Size
+from kvroute_engine.files.units import Bandwidth, Latency, Size
 
 H100_LLAMA_70B_TP4 = TimingEntry(
-    prefill=LinearPrefillEntry(per_token_s=Duration(90e-6), base_s=Duration(20e-3)),
-    decode=DecodeEntry(base_s=Duration(12.5e-3), per_request_s=Duration(0.1e-3)),
+    prefill=LinearPrefillEntry(per_token_s=90e-6, base_s=20e-3),
+    decode=DecodeEntry(base_s=12.5e-3, per_request_s=0.1e-3),
 )
 """Llama-3-70B on four H100, in the range of the sources that NetKV VI-A fits; profile your own engine."""
 

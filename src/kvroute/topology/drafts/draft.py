@@ -22,7 +22,7 @@ from kvroute.topology.schema import (
     TimingEntry,
 )
 from kvroute.types import InputError, KvProtocol, Role
-from kvroute_engine.files.units import Bandwidth, Duration, Size
+from kvroute_engine.files.units import Bandwidth, Size
 
 _RACK = "rack0"
 _MEASURED_TP = 4
@@ -99,8 +99,8 @@ def scaled_times(tp: int) -> TimingEntry:
     )
 
 
-def _scaled_s(seconds: Duration, share: float) -> Duration:
-    return Duration(float(f"{seconds * share:.4g}"))
+def _scaled_s(seconds: float, share: float) -> float:
+    return float(f"{seconds * share:.4g}")
 
 
 def _count(number: int, noun: str) -> str:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from kvroute import llm, plausibility
+from kvroute.plausibility import TYPICAL_TOKENS
 from kvroute.topology.cluster import Cluster
+from kvroute.topology.place import gpu_list
 from kvroute.topology.reading.check import check
-from kvroute.topology.reading.doubts import unit_warnings
 from kvroute.topology.reading.expansion import expand_shorthands
 from kvroute.topology.reading.linking import link
 from kvroute.topology.reading.placing import place
-from kvroute.topology.schema import ClusterFile
+from kvroute.topology.schema import (
+    ClusterFile,
+    InstanceCounts,
+    InstanceEntry,
+    LinearPrefillEntry,
+    PiecewisePrefillEntry,
+    QuadraticPrefillEntry,
+)
 from kvroute.types import InputError, InputErrors
 from kvroute_engine.files.document import Overlay, read_document
-from kvroute_engine.files.form import FileError, Lines
+from kvroute_engine.files.form import FileError, Key, Lines
 
 NO_INSTANCES = "the file has no instances of its own: `kvroute serve` discovers them"
 _NEEDED = ("datacenters", "nodes", "wan", "timing", "defaults", "instances")
@@ -102,7 +111,7 @@ def _cluster_of(
     faults = [*of_shorthands, *of_places, *check(written, lines, flat)]
     cluster = None
     if places is not None and not faults and all(lines.sure(section, whole=True) for section in _NEEDED):
-        warnings = unit_warnings(flat.file, written, flat.lines)
+        warnings = _unit_warnings(flat.file, written, flat.lines)
         remarks = (*map(str, lines.outdated), *map(str, warnings))
         cluster = replace(link(flat.file, places), remarks=remarks, lines=flat.lines)
     once = {str(fault): fault for fault in [*faults_of_form, *faults]}  # ranks of an engine share its entry
@@ -113,3 +122,44 @@ def _whole(cluster: Cluster | None, faults: Sequence[FileError]) -> Cluster:
     if faults or cluster is None:
         raise InputErrors(faults)
     return cluster
+
+
+def _unit_warnings(file: ClusterFile, written: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    """Yield implausible values of an expanded, checked file. Args: `written`: the file before its expansion."""
+    yield from _memory_warnings(file, written, lines)
+    for name, timing in file.timing.items():
+        if warning := plausibility.of_prefill(_points(timing.prefill)):
+            yield lines.error(warning.what, ("timing", name, "prefill"), warning.cause)
+        if warning := plausibility.of_decode([timing.decode.seconds(batch=1, context_tokens=TYPICAL_TOKENS)]):
+            yield lines.error(warning.what, ("timing", name, "decode"), warning.cause)
+
+
+def _memory_warnings(file: ClusterFile, written: ClusterFile, lines: Lines) -> Iterator[FileError]:
+    reported: set[Key] = set()
+    assert isinstance(file.instances, list), "expand first"
+    for index, entry in enumerate(file.instances):
+        own: InstanceEntry | InstanceCounts = entry
+        key: Key = ("instances", index)
+        if isinstance(written.instances, InstanceCounts):
+            own, key = written.instances, ("instances",)
+        place = (*key, "kv_capacity") if own.kv_capacity_bytes is not None else ("defaults", "kv_capacity")
+        kv_bytes = entry.kv_capacity_bytes or file.defaults.kv_capacity_bytes or 0.0
+        model = llm.model(entry.model or file.defaults.model or "")
+        if place in reported:
+            continue
+        if warning := plausibility.of_kv_memory(kv_bytes, len(gpu_list(entry.gpus)), model.kv_bytes_per_token):
+            reported.add(place)
+            yield lines.error(warning.what, place, warning.cause)
+
+
+def _points(
+    prefill: LinearPrefillEntry | QuadraticPrefillEntry | PiecewisePrefillEntry,
+) -> Sequence[tuple[float, float]]:
+    """Return points (tokens, seconds) of the curve."""
+    match prefill:
+        case LinearPrefillEntry(per_token_s=per_token_s, base_s=base_s):
+            return [(TYPICAL_TOKENS, base_s + per_token_s * TYPICAL_TOKENS)]
+        case QuadraticPrefillEntry(base_s=base_s, per_token_s=per_token_s, per_token2_s=square_s):
+            return [(TYPICAL_TOKENS, base_s + per_token_s * TYPICAL_TOKENS + square_s * TYPICAL_TOKENS**2)]
+        case PiecewisePrefillEntry(tokens=tokens, times_s=times_s):
+            return [(count, second) for count, second in zip(tokens, times_s, strict=True) if count]

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, field
 
+from kvroute.files.units_in_structs import with_units, without_units
 from kvroute.topology.schema.base import Count, Entry, Name, Ranks
 from kvroute.topology.schema.network import Placement
 from kvroute.types import (
@@ -19,7 +20,6 @@ from kvroute.types import (
     Role,
     SchedulerSpec,
     TimingSpec,
-    TransferStart,
 )
 from kvroute_engine.agent.schemes import Scheme
 from kvroute_engine.files.units import Bandwidth, Duration, Size
@@ -31,19 +31,14 @@ ZmqEndpoint: TypeAlias = Annotated[
 ]
 
 
-class LinearPrefillEntry(Entry, frozen=True, kw_only=True, tag="linear", tag_field="kind"):
+@with_units()
+class LinearPrefillEntry(LinearPrefill, Entry, frozen=True, kw_only=True, tag="linear", tag_field="kind"):
     """`base + per_token * new tokens`."""
 
-    per_token_s: Duration = field(name="per_token")
-    base_s: Duration = field(name="base", default=Duration(0.0))
 
-
-class QuadraticPrefillEntry(Entry, frozen=True, kw_only=True, tag="quadratic", tag_field="kind"):
+@with_units()
+class QuadraticPrefillEntry(QuadraticPrefill, Entry, frozen=True, kw_only=True, tag="quadratic", tag_field="kind"):
     """`base + per_token * tokens + per_token2 * tokens^2`."""
-
-    base_s: Duration = field(name="base")
-    per_token_s: Duration = field(name="per_token")
-    per_token2_s: Duration = field(name="per_token2")
 
 
 class PiecewisePrefillEntry(Entry, frozen=True, kw_only=True, tag="piecewise", tag_field="kind"):
@@ -53,37 +48,16 @@ class PiecewisePrefillEntry(Entry, frozen=True, kw_only=True, tag="piecewise", t
     times_s: list[Duration] = field(name="times")
 
 
-class DecodeEntry(Entry, frozen=True, kw_only=True):
+@with_units()
+class DecodeEntry(DecodeSpec, Entry, frozen=True, kw_only=True):
     """One iteration: `base + per_request * batch + per_context_token * all context tokens of the batch`."""
 
-    base_s: Duration = field(name="base")
-    per_request_s: Duration = field(name="per_request", default=Duration(0.0))
-    per_context_token_s: Duration = field(name="per_context_token", default=Duration(0.0))
 
-
-class SchedulerEntry(Entry, frozen=True, kw_only=True):
+@with_units()
+class SchedulerEntry(SchedulerSpec, Entry, frozen=True, kw_only=True):
     """How an engine divides prompts into steps, and what a request costs besides its steps. Only simulations use it."""
 
     step_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
-    """Most tokens of one step (vLLM's `max_num_batched_tokens`): prompts share a step, and a longer prompt takes
-    several. None: one prompt after the other."""
-    step_s: Duration = field(name="step", default=Duration(0.0))
-    """The part of the prefill's `base` that each step takes, however many prompts it has; the rest passes before the
-    first step of a prompt and delays no other. Needs `step_tokens`."""
-    decode_request_s: Duration = field(name="decode_request", default=Duration(0.0))
-    """Time of a request on a decode instance besides its steps and its transfer, until its first token."""
-    transfers: TransferStart = "at-once"
-    """When a decode instance begins to pull a KV cache: at once, or, as in vLLM, between steps, at the end of the next
-    step that it plans."""
-
-    def spec(self) -> SchedulerSpec:
-        """Return the same in seconds, as a `SchedulerSpec`."""
-        return SchedulerSpec(
-            step_tokens=self.step_tokens,
-            step_s=float(self.step_s),
-            decode_request_s=float(self.decode_request_s),
-            transfers=self.transfers,
-        )
 
 
 class TimingEntry(Entry, frozen=True, kw_only=True):
@@ -95,19 +69,18 @@ class TimingEntry(Entry, frozen=True, kw_only=True):
 
     def spec(self) -> TimingSpec:
         """Return the same in seconds, as a `TimingSpec`."""
-        decode = DecodeSpec(
-            base_s=float(self.decode.base_s),
-            per_request_s=float(self.decode.per_request_s),
-            per_context_token_s=float(self.decode.per_context_token_s),
+        return TimingSpec(
+            prefill=self._prefill_spec(),
+            decode=without_units(self.decode, DecodeSpec),
+            scheduler=without_units(self.scheduler, SchedulerSpec),
         )
-        return TimingSpec(prefill=self._prefill_spec(), decode=decode, scheduler=self.scheduler.spec())
 
     def _prefill_spec(self) -> PrefillSpec:
         match self.prefill:
-            case LinearPrefillEntry(per_token_s=per_token, base_s=base):
-                return LinearPrefill(per_token_s=float(per_token), base_s=float(base))
-            case QuadraticPrefillEntry(base_s=base, per_token_s=linear, per_token2_s=square):
-                return QuadraticPrefill(base_s=float(base), per_token_s=float(linear), per_token2_s=float(square))
+            case LinearPrefillEntry() as linear:
+                return without_units(linear, LinearPrefill)
+            case QuadraticPrefillEntry() as quadratic:
+                return without_units(quadratic, QuadraticPrefill)
             case PiecewisePrefillEntry(tokens=tokens, times_s=times):
                 return PiecewisePrefill(tokens=tuple(tokens), seconds=tuple(float(second) for second in times))
 
