@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvroute_studies.never_worse.verdicts import BASELINES, CLAIRVOYANT, VARIANTS
@@ -56,6 +56,98 @@ def test_code_changes_the_digest(old: str, new: str) -> None:
     """A string that is used counts too."""
     assert meaning(MODULE.replace(old, new)) != meaning(MODULE)
     assert meaning("a = 'b'") != meaning("a = 'c'")
+
+
+NAMES = ("total", "place", "value", "priced", "file", "error", "each")
+LOCALS = """
+def first_above(values, weights=()):
+    {0} = 0
+    for {1}, {2} in enumerate(values):
+        if ({3} := {2} * LIMIT) > {0}:
+            {0} += {3} - {1}
+    try:
+        with open("weights") as {4}:
+            {0} += len({4}.read())
+    except OSError as {5}:
+        raise KeyError({0}) from {5}
+    return lambda key: [{6} + {0} for {6} in sorted(values, key=key)]
+"""
+TAKEN = {"values", "weights", "LIMIT", "enumerate", "open", "len", "OSError", "KeyError", "sorted"}
+
+
+@given(st.tuples(*[st.sampled_from([*NAMES, *sorted(TAKEN), "key", "fresh", "another", "zz"])] * len(NAMES)))
+@example(("another", "zz", "value", "priced", "file", "error", "values"))
+@example(("key", "place", "value", "priced", "file", "error", "each"))
+def test_a_rename_of_local_variables_keeps_the_digest(names: tuple[str, ...]) -> None:
+    """A name that means something else in the function changes what the function does."""
+    *of_function, of_comprehension = names
+    same = (
+        len(set(of_function)) == len(of_function)
+        and not TAKEN.intersection(of_function)
+        and names[0] not in ("key", of_comprehension)
+    )
+    assert (meaning(LOCALS.format(*names)) == meaning(LOCALS.format(*NAMES))) == same
+
+
+SCOPES = """
+class Store:
+    size = 1
+
+    def grow(self, by):
+        import math
+        more = math.ceil(by)
+
+        def add():
+            nonlocal count
+            count += more
+            return count
+
+        count = 0
+        least = [size for size in self.sizes if size > more]
+        return add, least, {more: count}, self.grow(by=more), f"{count=}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("more", "further"),
+        ("[size for size in self.sizes if size", "[one for one in self.sizes if one"),
+        ("least", "x"),
+    ],
+    ids=["used in a nested function", "comprehension", "list"],
+)
+def test_a_rename_of_one_local_variable_keeps_the_digest(old: str, new: str) -> None:
+    assert meaning(SCOPES.replace(old, new)) == meaning(SCOPES)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("size = 1", "length = 1"),
+        ("grow", "extend"),
+        ("(self, by)", "(self, more)"),
+        ("by", "much"),
+        ("by=", "much="),
+        ("math", "cmath"),
+        ("add", "plus"),
+        ("count", "number"),
+        ("sizes", "lengths"),
+        ("size > more", "size > count"),
+        ("{more: count}", "{count: more}"),
+        ("least = ", "more = "),
+        ("            nonlocal count\n", ""),
+        ("size for size", "more for size"),
+    ],
+)
+def test_what_is_no_rename_of_a_local_variable_changes_the_digest(old: str, new: str) -> None:
+    """Attributes, parameters, imports, functions, shared variables, and other variables in the same place."""
+    assert meaning(SCOPES.replace(old, new)) != meaning(SCOPES)
+
+
+def test_names_that_code_can_see_count() -> None:
+    one = "def f():\n    {0} = 1\n    return locals()"
+    assert meaning(one.format("a")) != meaning(one.format("b"))
 
 
 @pytest.fixture(scope="module")

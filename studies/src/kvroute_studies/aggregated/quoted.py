@@ -15,6 +15,7 @@ CODE = (
     "kvroute_studies/netkv/setup.py",
     "kvroute_studies/never_worse/cases.py",
     "kvroute_studies/never_worse/run.py",
+    "kvroute_studies/never_worse/verdicts.py",
     "kvroute_studies/aggregated/cases.py",
     "kvroute_studies/aggregated/network_cases.py",
     "kvroute_studies/aggregated/run.py",

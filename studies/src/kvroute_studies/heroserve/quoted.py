@@ -8,7 +8,8 @@ from kvroute.planner.comparison.cells import Record
 from kvroute_studies.heroserve.run import AGGREGATION, ONLINE, RINGS, STALE, TABLE
 from kvroute_studies.heroserve.serving import LATENCY, SCALABILITY
 from kvroute_studies.heroserve.tables import range_grids
-from kvroute_studies.shared.result_files import ROUTING, Quoted, ResultTable, table_of
+from kvroute_studies.shared.provenance import MODULES
+from kvroute_studies.shared.result_files import Quoted, ResultTable, table_of
 
 ONLINE_CODE = (
     "kvroute/compiled.py",
@@ -18,9 +19,7 @@ ONLINE_CODE = (
     "kvroute_studies/heroserve/run.py",
 )
 SERVING_CODE = (
-    *ROUTING,
-    "kvroute/collectives",
-    "kvroute/planner/placement",
+    *(entry for entry in MODULES if not entry.startswith("kvroute_studies/")),
     "kvroute_studies/heroserve/serving.py",
     "kvroute_studies/heroserve/setup.py",
     "kvroute_studies/shared/heroserve_baselines.py",

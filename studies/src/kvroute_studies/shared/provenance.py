@@ -1,4 +1,5 @@
-"""Identifies the code behind a result: a digest of the modules that decide and simulate, without comments and layout.
+"""Identifies the code behind a result: a digest of the modules that decide and simulate, without comments, layout and
+names of local variables.
 
 Version numbers are not used: between two releases a policy changes more often than the version.
 """
@@ -18,9 +19,12 @@ import kvroute_engine
 import kvroute_studies
 from kvroute.policies import DECODE_POLICIES, FORESIGHT_POLICIES
 from kvroute_studies.shared.heroserve_baselines import BASELINES, RETRY_S
+from kvroute_studies.shared.local_names import number_local_names
 
 MODULES = (
     "kvroute/compiled.py",
+    "kvroute/slots.py",
+    "kvroute/files/compressed_lines.py",
     "kvroute/types",
     "kvroute/llm",
     "kvroute/topology",
@@ -33,7 +37,11 @@ MODULES = (
     "kvroute/sim",
     "kvroute/collectives",
     "kvroute/planner/placement",
+    "kvroute/planner/throughput",
     "kvroute_engine/arrays.py",
+    "kvroute_engine/agent/files.py",
+    "kvroute_engine/agent/rates.py",
+    "kvroute_engine/agent/schemes.py",
     "kvroute_engine/files",
     "kvroute_engine/switch",
     "kvroute_studies/netkv/setup.py",
@@ -47,6 +55,21 @@ MODULES = (
     "kvroute_studies/shared/heroserve_baselines.py",
 )
 """Folders and files of the packages. Further settings of a family of experiments are in the config of its records."""
+UNCOUNTED = (
+    "kvroute/files/json_schema.py",
+    "kvroute/plausibility.py",
+    "kvroute/planner/comparison/cells.py",
+    "kvroute_engine/addresses.py",
+    "kvroute_engine/agent/agents_pb2.py",
+    "kvroute_engine/agent/messages.py",
+    "kvroute_engine/agent/reports.py",
+    "kvroute_engine/agent/security.py",
+    "kvroute_engine/errors.py",
+    "kvroute_engine/renamed.py",
+    "kvroute_studies/shared/cells.py",
+)
+"""Modules that `MODULES` import and that cannot change a number: messages of errors, old names, warnings, the form of
+records, and what agents of real servers send."""
 FORESIGHT = (
     "kvroute/policies/foresight/*",
     "kvroute/control/choice/alone_offers.py",
@@ -58,6 +81,8 @@ FORESIGHT = (
 """Modules without effect on the decisions of other policies than foresight's."""
 PLACEMENT = (
     "kvroute/collectives/*",
+    "kvroute_engine/agent/files.py",
+    "kvroute_engine/agent/rates.py",
     "kvroute_engine/switch/*",
     "kvroute/planner/placement/*",
     "kvroute_studies/heroserve/*",
@@ -113,11 +138,13 @@ def digest(modules: Mapping[str, str], without: Sequence[str] = ()) -> str:
 
 
 def meaning(source: str) -> str:
-    """Return a module's syntax tree as text, without comments, layout and standalone constants (docstrings)."""
+    """Return a module's syntax tree as text, without comments, layout, standalone constants (docstrings) and the names
+    of local variables."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
             body[:] = [statement for statement in body if not _is_docstring(statement)]
+    number_local_names(tree)
     return ast.dump(tree)
 
 

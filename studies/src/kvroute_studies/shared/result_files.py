@@ -19,7 +19,10 @@ from kvroute.types import InputError
 from kvroute_studies.shared.provenance import MODULES, PACKAGES, PLACEMENT, meanings
 
 ROUTING = tuple(
-    entry for entry in MODULES if f"{entry}/*" not in PLACEMENT and not entry.startswith("kvroute_studies/")
+    entry
+    for entry in MODULES
+    if not {entry, f"{entry}/*"} & {*PLACEMENT, "kvroute/planner/throughput"}
+    and not entry.startswith("kvroute_studies/")
 )
 """Code behind studies of routing, without that of the study."""
 
