@@ -126,7 +126,7 @@ def _target(served: ServedFile, options: Mapping[str, float | None]) -> ReplicaT
 
     section, targets = served.gateway.autoscaling, served.gateway.policy_parameters()
     of_policy = {f"{name}_s": targets[name] for name in TARGETS if targets.get(name)}
-    target = section.spec().target if section is not None else ReplicaTarget(**of_policy)
+    target = section.spec().target if section is not None else msgspec.structs.replace(ReplicaTarget(), **of_policy)
     given = {name: value for name, value in options.items() if value is not None}
     written = served.cluster.file.gateway.get(SCALING, {})
     for name, value in given.items():
