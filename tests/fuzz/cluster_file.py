@@ -22,7 +22,7 @@ INSTRUMENTED = (
     *("kvroute.topology.reading.expansion", "kvroute.topology.reading.assembly", "kvroute.topology.reading.check"),
     *(
         f"kvroute.serve.config.{name}"
-        for name in ("preflight", "settings_checks", "instance_checks", "field_types", "offload_checks")
+        for name in ("preflight", "settings_checks", "instance_checks", "field_types", "offload_checks", "policy")
     ),
 )
 RUNS = 2_000

@@ -76,8 +76,8 @@ class Placed(msgspec.Struct, gc=False):
         legs were chosen at once. Args: `term_s`: of every candidate of the offer."""
         terms = self.decision.terms
         if terms is not None and self.offer is not None:
-            position = {each: number for number, each in enumerate(self.offer.candidates.names)}
-            term_s = term_s[[position[each] for each in terms.names]]
+            position = {instance: number for number, instance in enumerate(self.offer.candidates.names)}
+            term_s = term_s[[position[instance] for instance in terms.names]]
             terms = msgspec.structs.replace(terms, parts=terms.parts | {name: term_s})
             self.decision = msgspec.structs.replace(self.decision, terms=terms)
 

@@ -91,19 +91,21 @@ def with_policy_name(key: str, section: object, lines: Lines) -> tuple[object, L
     if not policy:
         hint = f"write the name of a policy, or parameters of {name} such as {{tpot: 50 ms}}"
         return section | {"policy": name}, lines, [lines.error("the mapping is empty", here, hint)]
-    own = {each: value for each, value in policy.items() if each != "name"}
+    own = {parameter: value for parameter, value in policy.items() if parameter != "name"}
     given = section.get("parameters") or {}
     if not isinstance(given, dict):
         return section | {"policy": name}, lines, []
     twice = [
-        lines.error(f"`{each}` is given here and in `{key}.parameters`", (*here, each), "remove one of the two")
-        for each in own
-        if each in given
+        lines.error(
+            f"`{parameter}` is given here and in `{key}.parameters`", (*here, parameter), "remove one of the two"
+        )
+        for parameter in own
+        if parameter in given
     ]
-    moved: dict[Key, Key] = {(*there, each): (*here, each) for each in own}
+    moved: dict[Key, Key] = {(*there, parameter): (*here, parameter) for parameter in own}
     moved |= {here: (*here, "name")} if "name" in policy else {}
     moved |= {there: here} if "parameters" not in section else {}
     present = {written: new for new, written in moved.items()}
-    numbers = {present.get(each, each): number for each, number in lines.numbers.items()}
+    numbers = {present.get(written, written): number for written, number in lines.numbers.items()}
     lines = dataclasses.replace(lines, moved=moved, numbers=numbers)
     return section | {"policy": name, "parameters": {**given, **own}}, lines, twice
