@@ -80,5 +80,5 @@ def test_a_trace_with_a_wrong_first_line_is_read_as_before(tmp_path: Path) -> No
     write(generate(20, seed=0), path)
     path.write_text("{}\n" + path.read_text())
     assert len(read(path, skip_bad=True).requests) == 20
-    with pytest.raises(InputError, match=r"trace.jsonl:1: Object missing required field `timestamp`"):
+    with pytest.raises(InputError, match=r"trace.jsonl:1: field timestamp: it is missing"):
         read(path)

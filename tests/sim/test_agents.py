@@ -302,7 +302,7 @@ def test_a_broken_session_is_named(tmp_path: Path, change: dict[str, Any], named
     [
         ({"id": "s", "bs": 64, "req": []}, "field req: expected `array` of length >= 1"),
         ({"id": "s", "bs": 64, "req": [{"sub": [], "t": 0.0}]}, "the session has no turns"),
-        ({"id": "s", "req": [turn(0.0, [1])]}, "missing required field `bs`"),
+        ({"id": "s", "req": [turn(0.0, [1])]}, "field bs: it is missing"),
         ({"id": "s", "bs": 64, "req": [{"t": 0.0, "out": 1}]}, "turn 0, field in: the prompt has no tokens"),
         ({"id": "s", "block_size": 64, "hash_id_scope": "mine", "requests": [{"t": 0, "in": 1}]}, "hash_id_scope"),
     ],

@@ -29,11 +29,11 @@ def explain(
 
     if calibration:
         if request:
-            what = "--calibration is about all requests of the log"
-            raise InputError(what, where="kvroute explain", hint=f"leave out {request}, or the option")
+            what = "the option is about all requests of the log"
+            raise InputError(what, where="--calibration", hint=f"leave out {request}, or the option")
         show_calibration(log, as_json=as_json)
         return
     if not request:
         hint = "add its number or X-Request-Id, or --calibration"
-        raise InputError("no request is named", where="kvroute explain", hint=hint)
+        raise InputError("no request is named", hint=hint)
     explain_request(log, request, as_json=as_json)

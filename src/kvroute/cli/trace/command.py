@@ -68,7 +68,7 @@ def show(
     from kvroute.sim.workload import apply_profile, rescale_if_spread, share_prefixes, take
 
     if (file is None) != generated:
-        raise InputError("give either a FILE or --generate", where="kvroute trace show")
+        raise InputError("give either a FILE or --generate")
     if file is not None and seed is not None and p_share is None:
         raise InputError("a trace file needs no seed", where="--seed", hint="omit it, or also give --p-share")
     seed = seed or 0

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -35,6 +37,7 @@ UNKNOWN_BLOCK_TOKENS = 16
 _SHOWN_FAULTS = 10
 _REPORT_LINES = 200
 """Lines after a wrong first one in which a load generator's result file is recognised."""
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
 _LONGEST_TOKENS = 100_000_000
 _LATEST_S = 1e7
 """First arrivals after this are taken for times of day: no trace begins months after its own start."""
@@ -262,7 +265,7 @@ def _session(line: bytes) -> Session:
     try:
         return session(line)
     except msgspec.ValidationError as error:
-        raise ValueError(_field_first(str(error))) from None
+        raise ValueError(_field_first(str(error), line)) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"not an agent session ({error})") from None
 
@@ -274,7 +277,7 @@ def _mooncake(block_tokens: int) -> Parse:
         try:
             row = decode(line)
         except msgspec.ValidationError as error:
-            raise ValueError(_field_first(str(error))) from None
+            raise ValueError(_field_first(str(error), line)) from None
         except (msgspec.DecodeError, RecursionError) as error:
             raise ValueError(f"not a JSON object ({error})") from None
         size = row.block_tokens or (block_tokens if row.hash_ids else UNKNOWN_BLOCK_TOKENS)
@@ -285,11 +288,17 @@ def _mooncake(block_tokens: int) -> Parse:
     return parse
 
 
-def _field_first(text: str) -> str:
-    """Move the field to the front of msgspec's message, which is like "Expected `int` >= 1 - at `$.input_length`"."""
+def _field_first(text: str, line: bytes) -> str:
+    """Move the field to the front of msgspec's message about a line, which is like "Expected `int` >= 1 - at
+    `$.input_length`"."""
     what, _, place = text.partition(" - at `$.")
-    what = what.replace("Expected", "expected", 1) if place else text
-    return f"field {place.rstrip('`')}: {what}" if place else what
+    place = place.rstrip("`")
+    if missing := _MISSING.fullmatch(what):
+        name = missing[1]
+        near = get_close_matches(name, msgspec.json.decode(line)) if not place else []
+        what = f"it is missing; did you mean it by {near[0]!r}?" if near else "it is missing"
+        return f"field {place}{'.' * bool(place)}{name}: {what}"
+    return f"field {place}: {what.replace('Expected', 'expected', 1)}" if place else text
 
 
 def _check_blocks(row: _MooncakeLine, block_tokens: int) -> None:
