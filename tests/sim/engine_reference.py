@@ -32,7 +32,7 @@ class SlowRequest:
 
     def content(self, tokens: int) -> tuple[object, ...]:
         """Return the first tokens; those of the output are its own."""
-        own = [(self.number, position) for position in range(len(self.prompt), tokens)]
+        own = [(self.number, "own", position) for position in range(len(self.prompt), tokens)]
         return tuple((self.prompt + own)[:tokens])
 
 
