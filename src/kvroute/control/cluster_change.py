@@ -175,7 +175,12 @@ def carry_over(old: CoreParts, following: NextCluster, bookings: Mapping[int, Bo
         failed = [after[index] for index in booking.avoid.failed if after[index] >= 0]
         booking.avoid = booking.avoid._replace(failed=failed)
         booking.restrict_to(new.cluster.instances)
-    new.view.states.take_over(old.view.states, following.links_after)
+    in_flight = [
+        (booking.request.id, booking.source, booking.target, booking.kv_bytes)
+        for booking in bookings.values()
+        if booking.in_transfer
+    ]
+    new.view.states.take_over(old.view.states, following.links_after, at, in_flight)
     new.oracle.take_over(old.oracle, following.before, following.links_before, _transfers(bookings.values()))
 
 

@@ -39,7 +39,25 @@ class PolicyStates:
         pairs = zip(self.trackers, old.trackers, strict=True)
         return tuple(own.links_after(earlier, before) for own, earlier in pairs)
 
-    def take_over(self, old: PolicyStates, links_after: Iterable[IntArray]) -> None:
-        """Continue with the states of the cluster before. Args: `links_after`: from the method of this name."""
+    def take_over(
+        self,
+        old: PolicyStates,
+        links_after: Iterable[IntArray],
+        at: float,
+        in_flight: Iterable[tuple[int, int, int, float]],
+    ) -> None:
+        """Continue with the states of the cluster before. Trackers take over their tables; every other state is told
+        again what is in flight.
+
+        Args:
+            old: the states before.
+            links_after: from the method of this name.
+            at: time in seconds.
+            in_flight: number, source, target and bytes of each own transfer.
+        """
         for own, earlier, after in zip(self.trackers, old.trackers, links_after, strict=True):
             own.take_over(earlier, after)
+        others = [state for state in self.all if not isinstance(state, TransferTracker)]
+        for transfer in in_flight if others else ():
+            for state in others:
+                state.started(at, *transfer)
