@@ -30,6 +30,7 @@ N = 12
 """Number of instances: two per rack, four per pod, the last pod in another datacenter; 0 and 1 share a node."""
 NIC, CABLE, CABLES = 12.5e9, 10e9, 3
 LATENCY_S = np.array([1e-6, 3e-6, 8e-6, 15e-6, 1e-3])
+LATENCY_S.flags.writeable = False  # as an oracle's: kernels would be compiled for another type of array
 ALL: IntArray = np.arange(N)
 REQUEST = Request(id=1, input_tokens=10_000)
 
@@ -61,7 +62,7 @@ def fabric(hashed_paths: int = 1, scale: float = 1.0, uplinks: bool = True) -> L
     return LinkModel(
         tier=tier,
         tier_bytes_per_s=bytes_per_s,
-        attached=attached,
+        attached=np.asfortranarray(attached),  # as `LinkModel.of` makes it
         wan=np.array([[-1, 42], [43, -1]], dtype=np.int64),
         capacity_bytes_per_s=table[:, 0] * scale,
         cable_bytes_per_s=table[:, 1] * scale,

@@ -25,6 +25,8 @@ NIC = 1e9
 FLAT: TierArray = np.full((4, 4), 3, dtype=np.int8)
 """Instances 0 and 1 prefill, 2 and 3 decode, all at the same large distance."""
 DECODERS: IntArray = np.array([2, 3])
+NO_LATENCY = np.zeros(5)
+NO_LATENCY.flags.writeable = False  # as an oracle's: kernels are compiled by the type of their arrays
 REQUEST = Request(id=1, input_tokens=1_000)
 
 
@@ -50,7 +52,7 @@ def pool(batch: tuple[int, int] = (0, 0), queued: tuple[int, int] = (0, 0), batc
 
 def costs(source: int = 0) -> NetworkCosts:
     nothing = np.zeros(5, dtype=np.int64)
-    return NetworkCosts(FLAT[source].take(DECODERS), np.full(5, NIC), np.zeros(5), np.zeros(5), nothing)
+    return NetworkCosts(FLAT[source].take(DECODERS), np.full(5, NIC), NO_LATENCY, np.zeros(5), nothing)
 
 
 def chosen(table: InFlight, candidates: Candidates, source: int = 0, spec: ForesightSpec | None = None) -> Choice:
@@ -217,9 +219,9 @@ def test_the_weight_of_rival_transfers_is_configurable() -> None:
     model = LinkModel(
         tier=FLAT,
         tier_bytes_per_s=np.full(5, NIC),
-        attached=attached,
+        attached=np.asfortranarray(attached),  # as `LinkModel.of` makes it
         wan=np.full((1, 1), UNKNOWN, dtype=np.int64),
-        capacity_bytes_per_s=table[:, 0].copy(),  # a view would be compiled for
+        capacity_bytes_per_s=table[:, 0].copy(),
         cable_bytes_per_s=table[:, 1].copy(),
         cables=table[:, 2].astype(np.int64),
         link_tier=table[:, 3].astype(np.int64),
@@ -334,7 +336,7 @@ def test_nic_speeds_in_a_rack_are_learned() -> None:
     assert punctual.learned.factor[1] == pytest.approx(1.0)
     transfer_s = 1.0 / float(slow.learned.factor[1])
     in_rack = NetworkCosts(
-        rack[0].take(DECODERS), np.full(5, NIC), np.zeros(5), np.zeros(5), np.zeros(5, dtype=np.int64)
+        rack[0].take(DECODERS), np.full(5, NIC), NO_LATENCY, np.zeros(5), np.zeros(5, dtype=np.int64)
     )
     choice = Foresight(ForesightSpec(), slow.network_view(99.0, 0, DECODERS)).choose(REQUEST, pool(), in_rack, 0)
     assert isinstance(choice, Choice)
