@@ -93,8 +93,9 @@ docs: $(DOCS_STAMP)  ## the documentation as a site in build/site; warnings are 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # NAME: one result, although its code is the same; without it, all whose code has changed, which takes hours.
-results: $(STAMP)  ## the studies' results whose code has changed, and the pages that quote them; NAME=... for one
-	$(BIN)/python -m kvroute_studies.results $(NAME)
+# TRACES: the folder of the recorded traces; without it, results that need one are left out with a remark.
+results: $(STAMP)  ## the studies' results whose code has changed, and the pages that quote them; NAME=... TRACES=...
+	$(BIN)/python -m kvroute_studies.results $(NAME) $(if $(TRACES),--traces $(TRACES))
 	$(BIN)/python -m docs.generate.results
 
 protos: $(DEV_STAMP)  ## Python code of agents/agents.proto and epp/envoy.proto, after a change of them

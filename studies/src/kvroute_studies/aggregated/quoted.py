@@ -40,5 +40,5 @@ def _figures(records: Sequence[Record]) -> Mapping[str, str]:
     }
 
 
-QUOTED: Mapping[str, Quoted] = {"default-policy": Quoted("aggregated", 2, CODE, _tables, _figures)}
+QUOTED: Mapping[str, Quoted] = {"default-policy": Quoted(("aggregated",), 2, CODE, _tables, _figures)}
 """By name of the result."""

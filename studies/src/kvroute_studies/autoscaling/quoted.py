@@ -25,5 +25,5 @@ def _savings(records: Sequence[Record]) -> Mapping[str, str]:
     return figures
 
 
-QUOTED: Mapping[str, Quoted] = {"autoscaling": Quoted("autoscaling", 2, CODE, _settings, _savings)}
+QUOTED: Mapping[str, Quoted] = {"autoscaling": Quoted(("autoscaling",), 2, CODE, _settings, _savings)}
 """By name of the result."""

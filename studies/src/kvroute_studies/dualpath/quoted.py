@@ -145,13 +145,13 @@ def _assumptions(records: Sequence[Record]) -> Mapping[str, ResultTable]:
 
 
 QUOTED: Mapping[str, Quoted] = {
-    "dualpath-ablation": Quoted("dualpath-ablation", 5, CODE, _systems, _split_gain),
-    "dualpath-append": Quoted("dualpath-append", 5, CODE, figures=_append),
-    "dualpath-assumptions": Quoted("dualpath-assumptions", 2, CODE, _assumptions),
-    "dualpath-balance": Quoted("dualpath-balance", 5, CODE, figures=_balance),
-    "dualpath-offline": Quoted("dualpath-offline", 5, CODE, figures=_offline),
-    "dualpath-online": Quoted("dualpath-online", 5, CODE, figures=_online),
-    "dualpath-ratio": Quoted("dualpath-ratio", 5, CODE, figures=_ratio),
-    "dualpath-scale": Quoted("dualpath-scale", 1, CODE, figures=_scale),
+    "dualpath-ablation": Quoted(("dualpath-ablation",), 5, CODE, _systems, _split_gain),
+    "dualpath-append": Quoted(("dualpath-append",), 5, CODE, figures=_append),
+    "dualpath-assumptions": Quoted(("dualpath-assumptions",), 2, CODE, _assumptions),
+    "dualpath-balance": Quoted(("dualpath-balance",), 5, CODE, figures=_balance),
+    "dualpath-offline": Quoted(("dualpath-offline",), 5, CODE, figures=_offline),
+    "dualpath-online": Quoted(("dualpath-online",), 5, CODE, figures=_online),
+    "dualpath-ratio": Quoted(("dualpath-ratio",), 5, CODE, figures=_ratio),
+    "dualpath-scale": Quoted(("dualpath-scale",), 1, CODE, figures=_scale),
 }
 """By name of the result."""

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from kvroute.planner.comparison.cells import Record
 from kvroute_studies.heroserve.run import AGGREGATION, ONLINE, RINGS, STALE, TABLE
-from kvroute_studies.heroserve.serving import LATENCY, SCALABILITY
-from kvroute_studies.heroserve.tables import range_grids
+from kvroute_studies.heroserve.serving import LATENCY, MEMORY, PREDICTION, SCALABILITY
+from kvroute_studies.heroserve.tables import VIEWS, gains, range_grids
+from kvroute_studies.heroserve.throughput import LOSS, THROUGHPUT, WIRES
+from kvroute_studies.shared.heroserve_baselines import RETRY_S, WITHOUT
 from kvroute_studies.shared.provenance import MODULES
 from kvroute_studies.shared.result_files import Quoted, ResultTable, table_of
 
@@ -22,6 +24,16 @@ SERVING_CODE = (
     *(entry for entry in MODULES if not entry.startswith("kvroute_studies/")),
     "kvroute_studies/heroserve/serving.py",
     "kvroute_studies/heroserve/setup.py",
+    "kvroute_studies/shared/heroserve_baselines.py",
+)
+THROUGHPUT_CODE = (
+    "kvroute/collectives",
+    "kvroute/flows",
+    "kvroute/sim/groups",
+    "kvroute/topology",
+    "kvroute_engine/agent/schemes.py",
+    "kvroute_engine/switch",
+    "kvroute_studies/heroserve/throughput.py",
     "kvroute_studies/shared/heroserve_baselines.py",
 )
 _TITLES = {
@@ -62,9 +74,109 @@ def _times(records: Sequence[Record]) -> Mapping[str, ResultTable]:
     return {"ttft": table_of(ttft), "tpot": table_of(tpot)}
 
 
+def _factors(records: Sequence[Record]) -> Mapping[str, ResultTable]:
+    """Return how many times faster the fastest scheme is than the hierarchical ring, over the sizes of the tensor."""
+    found = gains(records, VIEWS[THROUGHPUT.name].metrics[0], WITHOUT)
+    columns = ["servers x GPUs", *(f"{wire.type}, {wire.slots} slots" for wire in WIRES.values())]
+    rows = []
+    for span in THROUGHPUT.axes["span"]:
+        for gpus in THROUGHPUT.axes["gpus"]:
+            by_wire: dict[str, list[float]] = {profile: [] for profile in WIRES}
+            for (profile, point), gain in found.items():
+                if point[:2] == (span, gpus):
+                    by_wire[profile].append(gain)
+            rows.append([f"{span:g} x {gpus:g}", *map(_ends, by_wire.values())])
+    return {"factors": ResultTable(columns, rows)}
+
+
+def _shares(records: Sequence[Record]) -> Mapping[str, ResultTable]:
+    """Return the share of the rate without loss that is left, for 2, 4 and 8 workers."""
+
+    def rate(policy: str, workers: float, slots: float, loss: float) -> float:
+        point = {"workers": workers, "slots": slots, "loss": loss}
+        some = [
+            record.figures["gb_per_s"]
+            for record in records
+            if (record.cell.policy, record.cell.settings) == (policy, point)
+        ]
+        return sum(some) / len(some)
+
+    waits = {policy: f"{1e6 * wait_s:g} us" for policy, wait_s in RETRY_S.items()}
+    columns = [(loss, policy) for loss in LOSS.axes["loss"] if loss for policy in waits]
+    rows = []
+    for slots in LOSS.axes["slots"]:
+        row = [f"{slots:g} slots"]
+        for loss, policy in columns:
+            shares = (rate(policy, n, slots, loss) / rate(policy, n, slots, 0.0) for n in LOSS.axes["workers"])
+            row.append(" / ".join(f"{share:.2f}" for share in shares))
+        rows.append(row)
+    titles = [f"{100 * loss:g} %, wait {waits[policy]}" for loss, policy in columns]
+    return {"shares": ResultTable(["2 / 4 / 8 workers", *titles], rows)}
+
+
+def _model_share(records: Sequence[Record]) -> Mapping[str, str]:
+    """Return the share of the model's rate that the protocol reaches without loss."""
+    some = [record.figures for record in records if not record.cell.settings["loss"]]
+    shares = [100 * figures["gb_per_s"] / figures["model_gb_per_s"] for figures in some]
+    return {"of-the-model": f"{min(shares):.0f} to {max(shares):.0f} %"}
+
+
+def _groups(records: Sequence[Record]) -> Mapping[str, ResultTable]:
+    """Return rate and KV memory by span; policies with the same numbers share a row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for span in MEMORY.axes["span"]:
+        for policy in MEMORY.policies:
+            runs = [
+                record.figures
+                for record in records
+                if (record.cell.policy, record.cell.settings["span"]) == (policy, span)
+            ]
+            rate, share, used, tpot = (
+                sum(run[key] for run in runs) / len(runs)
+                for key in ("rate_per_gpu", "kv_mean_share", "kv_mean_gb_per_gpu", "tpot_mean_ms")
+            )
+            texts = (f"{rate:.3f}", f"{100 * share:.0f} %", f"{used / rate:.1f}", f"{tpot:.1f}")
+            rows.setdefault(("chosen" if not span else f"{span:g} servers", *texts), []).append(f"`{policy}`")
+    columns = ["groups", "policy", "requests/s per GPU", "KV memory in use, mean", "GB of KV per request/s", "TPOT, ms"]
+    return {"groups": ResultTable(columns, [[key[0], ", ".join(names), *key[1:]] for key, names in rows.items()])}
+
+
+def _memory(records: Sequence[Record]) -> Mapping[str, str]:
+    shares = [100 * record.figures["kv_mean_share"] for record in records]
+    return {
+        "in-use": f"{min(shares):.0f} to {max(shares):.0f} %",
+        "attainment": f"{100 * min(record.figures['attainment'] for record in records):.1f} %",
+    }
+
+
+def _policies(records: Sequence[Record]) -> Mapping[str, ResultTable]:
+    """Return the predicted rate and the share of the requests within the SLOs by load; policies with the same numbers
+    share a row."""
+    loads = PREDICTION.axes["load"]
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for policy in PREDICTION.policies:
+        some = [record for record in records if record.cell.policy == policy]
+        texts = [f"{some[0].figures['predicted_per_s']:.2f}"]
+        for load in loads:
+            met = [100 * record.figures["attainment"] for record in some if record.cell.settings["load"] == load]
+            texts.append(f"{sum(met) / len(met):.0f} %")
+        rows.setdefault(tuple(texts), []).append(f"`{policy}`")
+    columns = ["policy", "predicted, requests/s", *(f"at {load:.2f}" for load in loads)]
+    return {"policies": ResultTable(columns, [[", ".join(names), *texts] for texts, names in rows.items()])}
+
+
+def _ends(values: Sequence[float]) -> str:
+    return " to ".join(dict.fromkeys(f"{value:.2f}" for value in (min(values), max(values))))
+
+
+_CHAT = ("opt-66b-chat",)
 QUOTED: Mapping[str, Quoted] = {
-    "heroserve-latency": Quoted("heroserve-latency", 1, SERVING_CODE, _times, profiles=("opt-66b-chat",)),
-    "heroserve-online": Quoted("heroserve-online", 5, ONLINE_CODE, _slowdowns),
-    "heroserve-scalability": Quoted("heroserve-scalability", 1, SERVING_CODE, _rates),
+    "heroserve-ina-loss": Quoted((LOSS.name,), 2, THROUGHPUT_CODE, _shares, _model_share),
+    "heroserve-ina-throughput": Quoted((THROUGHPUT.name,), 1, THROUGHPUT_CODE, _factors),
+    "heroserve-latency": Quoted((LATENCY.name,), 1, SERVING_CODE, _times, profiles=_CHAT),
+    "heroserve-memory": Quoted((MEMORY.name,), 1, SERVING_CODE, _groups, _memory, profiles=_CHAT),
+    "heroserve-online": Quoted((ONLINE.name,), 5, ONLINE_CODE, _slowdowns),
+    "heroserve-prediction": Quoted((PREDICTION.name,), 1, SERVING_CODE, _policies, profiles=_CHAT),
+    "heroserve-scalability": Quoted((SCALABILITY.name,), 1, SERVING_CODE, _rates),
 }
 """By name of the result."""

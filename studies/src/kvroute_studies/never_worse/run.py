@@ -43,6 +43,10 @@ _FILES = {
     "mooncake": ("conversation_trace.jsonl", "conversation_trace.jsonl.zst"),
     "coding-agent": ("traces_rle.jsonl", "traces_rle.jsonl.zst"),
 }
+_SOURCES = {
+    "mooncake": "https://github.com/kvcache-ai/Mooncake/tree/main/FAST25-release/traces",
+    "coding-agent": "https://github.com/callanjfox/kv-cache-tester, in the compact form of docs/workloads.md",
+}
 _KNOWN = " or ".join(files[0] for files in _FILES.values())
 _GIVE = f"give the folder of {_KNOWN} with --trace-dir or {TRACES_VARIABLE}"
 
@@ -75,6 +79,14 @@ class Traces:
     def path(self, case: Case) -> str | None:
         """Return the path of a case's trace; "" for generated requests, None if the file is missing."""
         return dict(self.paths).get(case.trace)
+
+    def recorded(self, name: str) -> Path:
+        """Return the path of a recorded trace. Raises InputError if the file is missing."""
+        found = dict(self.paths).get(name)
+        if found is None:
+            hint = f"get it from {_SOURCES[name]} and give its folder with --traces or {TRACES_VARIABLE}"
+            raise InputError("the recorded trace is missing", where=" or ".join(_FILES[name]), hint=hint)
+        return Path(found)
 
     def missing(self, names: Iterable[str]) -> dict[str, str]:
         """Return the cases that cannot be run, each with the remedy."""

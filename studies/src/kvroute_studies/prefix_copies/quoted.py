@@ -38,5 +38,5 @@ def _caches(records: Sequence[Record]) -> Mapping[str, ResultTable]:
     return {"caches": ResultTable(columns, [row[:_SHOWN] for row in rows])}
 
 
-QUOTED: Mapping[str, Quoted] = {"prefix-copies": Quoted("prefix-copies", 5, CODE, _caches)}
+QUOTED: Mapping[str, Quoted] = {"prefix-copies": Quoted(("prefix-copies",), 5, CODE, _caches)}
 """By name of the result."""

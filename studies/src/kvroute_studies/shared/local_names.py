@@ -80,7 +80,7 @@ class _Uses(ast.NodeVisitor):
         self.declared.update(node.names)
 
     def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
-        self.scope.kept.update((each.asname or each.name).partition(".")[0] for each in node.names)
+        self.scope.kept.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
 
     visit_ImportFrom = visit_Import  # noqa: N815  # ast calls them by these names
 
@@ -110,10 +110,10 @@ class _Uses(ast.NodeVisitor):
     def _function(self, node: Function, body: Sequence[ast.AST]) -> None:
         given = node.args
         parameters = [*given.posonlyargs, *given.args, *given.kwonlyargs]
-        parameters += [each for each in (given.vararg, given.kwarg) if each is not None]
-        annotations = [each.annotation for each in parameters if each.annotation]
-        self._all([*given.defaults, *(each for each in given.kw_defaults if each), *annotations])
-        self._inside("function", body, {each.arg for each in parameters})
+        parameters += [parameter for parameter in (given.vararg, given.kwarg) if parameter is not None]
+        annotations = [parameter.annotation for parameter in parameters if parameter.annotation]
+        self._all([*given.defaults, *(default for default in given.kw_defaults if default), *annotations])
+        self._inside("function", body, {parameter.arg for parameter in parameters})
 
     def _inside(self, kind: str, parts: Sequence[ast.AST], kept: set[str] | None = None) -> None:
         outer, self.scope = self.scope, _Scope(self.scope, kind, kept=kept or set())

@@ -62,9 +62,9 @@ class ResultFile(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Quoted:
-    """What the pages quote of one experiment, and the options of the run behind it."""
+    """What the pages quote of some experiments of a family, and the options of the run behind it."""
 
-    experiment: str
+    experiments: tuple[str, ...]
     seeds: int
     code: tuple[str, ...]
     """Folders and files of the packages."""
@@ -72,12 +72,23 @@ class Quoted:
     figures: Callable[[Sequence[Record]], Mapping[str, str]] = lambda records: {}
     profiles: tuple[str, ...] = ()
     """Names or patterns; empty for all."""
+    reading: str = "paper"
+    changes: tuple[str, ...] = ()
+    """Changed assumptions, NAME=VALUE."""
+    traces: tuple[str, ...] = ()
+    """Recorded traces that the run needs, by the name that never-worse's cases use."""
 
-    @property
-    def command(self) -> str:
-        """The command that runs the experiment."""
-        profiles = "".join(f" --profile '{name}'" for name in self.profiles)
-        return f"kvroute experiment {self.experiment}{profiles} --seeds {self.seeds}"
+    def command(self, given: Sequence[str] = ()) -> str:
+        """Return the command that runs the experiments.
+
+        Args:
+            given: the options that name the recorded traces.
+        """
+        parts = ["kvroute experiment", *self.experiments]
+        parts += [f"--profile '{name}'" for name in self.profiles]
+        parts += [] if self.reading == "paper" else [f"--reading {self.reading}"]
+        parts += [f"--set {change}" for change in self.changes]
+        return " ".join((*parts, *given, f"--seeds {self.seeds}"))
 
 
 def code_digests(entries: Iterable[str]) -> dict[str, str]:
