@@ -151,11 +151,11 @@ NOT_CALLED = {
 @pytest.mark.parametrize(("study", "name"), [(study, name) for study, some in STUDIES.items() for name in some])
 def test_the_code_of_a_result_is_complete(study: str, name: str) -> None:
     """What it imports is part of it, or cannot change a number. Groups of engines are HeroServe's alone."""
-    not_called = [each for start, some in NOT_CALLED.items() if name.startswith(start) for each in some]
+    not_called = [path for start, some in NOT_CALLED.items() if name.startswith(start) for path in some]
     groups = () if study == "heroserve" else PLACEMENT
     allowed = (*UNCOUNTED, *not_called, *groups)
     code = STUDIES[study][name].code
-    assert [one for one in sorted(imported(code)) if not any(fnmatch(one, each) for each in allowed)] == []
+    assert [path for path in sorted(imported(code)) if not any(fnmatch(path, part) for part in allowed)] == []
 
 
 def test_what_counted_code_imports_is_counted() -> None:

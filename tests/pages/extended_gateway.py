@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 from tests.epp.envoy_rig import completion_body, picker
-from tests.serve.rig import MODEL, RunningGateway
+from tests.serve.rig import COMPLETIONS, MODEL, RunningGateway
 from tests.serve.stub_engines import HEAD, completion, deployment, engines_of, failing, listening, serving, stub_rig
 
 LEGS = ("prefill", "decode", "passed on", "picker")
@@ -37,7 +37,7 @@ async def statuses_of_full_engines() -> dict[str, int]:
         async with stub_rig(prefill + decode) as front:
             embeds = leg == "passed on"
             body = {"model": MODEL, "input": "hello"} if embeds else completion()
-            found[leg] = (await front.post(body, **({"path": "/v1/embeddings"} if embeds else {}))).status
+            found[leg] = (await front.post(body, "/v1/embeddings" if embeds else COMPLETIONS)).status
     return found
 
 

@@ -28,6 +28,7 @@ SERVING_CODE = (
 )
 THROUGHPUT_CODE = (
     "kvroute/collectives",
+    "kvroute/files/units_in_structs.py",
     "kvroute/flows",
     "kvroute/sim/groups",
     "kvroute/topology",

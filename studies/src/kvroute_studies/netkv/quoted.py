@@ -96,7 +96,8 @@ def _cells(records: Sequence[Record], axis: str, versus: tuple[str, str]) -> lis
     cells = []
     for profile in PROFILES:
         gains = []
-        for value in values_of(records, axis) or [None]:
+        values: list[float | None] = [*values_of(records, axis)]
+        for value in values or [None]:
             runs = [
                 record
                 for record in records

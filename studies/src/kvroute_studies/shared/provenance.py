@@ -39,6 +39,7 @@ MODULES = (
     "kvroute/planner/placement",
     "kvroute/planner/throughput",
     "kvroute_engine/arrays.py",
+    "kvroute/files/units_in_structs.py",
     "kvroute_engine/agent/files.py",
     "kvroute_engine/agent/rates.py",
     "kvroute_engine/agent/schemes.py",
@@ -81,6 +82,7 @@ FORESIGHT = (
 """Modules without effect on the decisions of other policies than foresight's."""
 PLACEMENT = (
     "kvroute/collectives/*",
+    "kvroute/files/units_in_structs.py",
     "kvroute_engine/agent/files.py",
     "kvroute_engine/agent/rates.py",
     "kvroute_engine/switch/*",
