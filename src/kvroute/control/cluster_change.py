@@ -44,9 +44,8 @@ class CoreParts:
         offload = settings.options.offload
         offloading = Offloader(offload, view) if offload else None
         prefixes = PrefixCopies(view, offloading)
-        reservations = Reservations(view, offloading, prefixes)
-        dispatcher = Dispatcher(view, offloading, prefixes, reservations)
-        return cls(cluster, oracle, view, offloading, prefixes, reservations, dispatcher)
+        dispatcher = Dispatcher(view, offloading, prefixes)
+        return cls(cluster, oracle, view, offloading, prefixes, dispatcher.reservations, dispatcher)
 
 
 @dataclass(frozen=True, slots=True)

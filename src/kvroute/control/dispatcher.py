@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 
@@ -12,7 +14,7 @@ from kvroute.control.choice.pairing import AggregatedPick, Pairing
 from kvroute.control.choice.partners import Partners
 from kvroute.control.choice.shadow_policy import ShadowPolicy
 from kvroute.control.features import features_of
-from kvroute.control.offers import DecodePick, Offer, Placed
+from kvroute.control.offers import DecodePick, Feature, Offer, Placed
 from kvroute.control.offload.offloader import Offloader
 from kvroute.control.prefix_copies.source import PrefixCopies
 from kvroute.control.reservations import Reservations
@@ -24,11 +26,10 @@ from kvroute.types import Candidates, Decision, Decode, Prefill, Reject, Shadowe
 class Dispatcher:
     """Sends requests to instances of a view. The caller stores the bookings and reports when their steps are over."""
 
-    def __init__(
-        self, view: ClusterView, offloader: Offloader | None, prefixes: PrefixCopies, reservations: Reservations
-    ) -> None:
-        self._view, self._reservations = view, reservations
-        self._decodes = DecodeChoice(view)
+    def __init__(self, view: ClusterView, offloader: Offloader | None, prefixes: PrefixCopies) -> None:
+        self._view = view
+        decode_features: list[Feature[Any]] = []  # filled below, because features choose decode instances, too
+        self._decodes = DecodeChoice(view, decode_features)
         self._partners = Partners(view, self._decodes)
         self.pairing = Pairing(view)
         self.forecaster = Forecaster(view, self._partners)
@@ -36,7 +37,10 @@ class Dispatcher:
         self._features = features_of(view, offloader, prefixes, self._partners, self.forecaster)
         self._attached = self._features[::-1]
         """The features in the order in which they are attached to a prefill."""
-        self._attached_to_decode = [feature for feature in self._attached if "decode" in feature.legs]
+        decode_features += [feature for feature in self._features if "decode" in feature.legs]
+        self._attached_to_decode = decode_features[::-1]
+        self.reservations = Reservations(view, offloader, self._attached)
+        """What requests hold; the caller reports when their steps are over."""
         shadow = view.settings.shadow_policy
         self._shadow = ShadowPolicy(self._decodes, shadow) if shadow is not None else None
 
@@ -70,7 +74,7 @@ class Dispatcher:
             if refused is not None:
                 return (refused,)
         booking.source, booking.wait_s, booking.began_s = index, float(candidates.pending_s[position]), at
-        self._reservations.book_prefill(booking, at, position, float(candidates.prefill_s[position]))
+        self.reservations.book_prefill(booking, at, position, float(candidates.prefill_s[position]))
         return (placed.decision, *self._book_pick(booking, placed))
 
     def _book_pick(self, booking: Booking, placed: Placed) -> tuple[Decision, ...]:
@@ -113,7 +117,7 @@ class Dispatcher:
         booking.source = int(pool.ids[choice.index])
         if not chosen.kept:
             decode = self._book(booking, at, pool, choice.index, candidates, tier, terms)
-            self._reservations.book_prompt(booking, at, chosen.prompt_s)
+            self.reservations.book_prompt(booking, at, chosen.prompt_s)
             return (_with_forecast(decode, booking),)
         position = self._view.prefill[booking.model].position[booking.source]
         name, hit_tokens = pool.names[choice.index], int(candidates.hit_tokens[choice.index])
@@ -121,7 +125,7 @@ class Dispatcher:
         placed = Placed(at, "prefill", position, name, hit_tokens, prefill)
         for feature in self._attached:
             feature.attach(booking, placed, None)
-        self._reservations.book_prefill(booking, at, position, chosen.prompt_s)
+        self.reservations.book_prefill(booking, at, position, chosen.prompt_s)
         return placed.decision, self._book(booking, at, pool, choice.index, candidates, tier, None)
 
     def _book_local(self, booking: Booking, at: float, key: PoolKey) -> Decode:
@@ -152,7 +156,7 @@ class Dispatcher:
         shadow: Shadowed | None = None,
     ) -> Decode:
         """Book a decode leg and attach the features to it."""
-        self._reservations.book_decode(booking, at, pool, position, candidates)
+        self.reservations.book_decode(booking, at, pool, position, candidates)
         name, hit_tokens = pool.names[position], int(candidates.hit_tokens[position])
         decode = Decode(
             request_id=booking.request.id,
@@ -180,21 +184,21 @@ class Dispatcher:
     def move(self, booking: Booking, pool: DecodePool, position: int, at: float) -> Decode:
         """Book the decode on another instance, which serves it already. The transfer starts again."""
         admitted, request, prompt_s = booking.admitted, booking.request, booking.prompt_s
-        self._reservations.release_decode(booking, at)
+        self.reservations.release_decode(booking, at)
         hit_tokens = self._view.caches.hit_tokens(request, pool.ids, request.input_tokens)
         model, options = self._view.models[booking.model], self._view.options
         candidates = pool.candidates(request, model, hit_tokens, options.reserve_bytes, None)
         index = int(pool.ids[position])
         if booking.source == booking.target:
-            self._reservations.move_prefill(booking, index, at)
+            self.reservations.move_prefill(booking, index, at)
             booking.source = index
         if booking.source == index:
             candidates.kv_bytes[:] = 0.0
         tier = int(self._view.cluster.tier[booking.source, index])
         decode = self._book(booking, at, pool, position, candidates, tier, None)
-        self._reservations.book_prompt(booking, at, prompt_s)
+        self.reservations.book_prompt(booking, at, prompt_s)
         if admitted:
-            self._reservations.end_transfer(booking, at, landed=True)
+            self.reservations.end_transfer(booking, at, landed=True)
             pool.admit(position)
             booking.admitted = True
         return decode
@@ -213,14 +217,14 @@ class Dispatcher:
         if planned is None or booking.pool is None:
             return None
         if not booking.pool.up[booking.position]:
-            self._reservations.release_decode(booking, at)
+            self.reservations.release_decode(booking, at)
             return None
         request, ids = booking.request, booking.pool.ids[booking.position : booking.position + 1]
         hit_tokens = int(self._view.caches.hit_tokens(request, ids, request.input_tokens)[0])
         model, kept_end = self._view.models[booking.model], booking.decode_read_at + kept_tokens
         kept_bytes = model.kv_bytes(kept_end) - model.kv_bytes(min(max(booking.decode_read_at, hit_tokens), kept_end))
         booking.kv_bytes = float(model.kv_bytes(request.input_tokens, hit_tokens) - kept_bytes)
-        self._reservations.start_transfer(booking, at)
+        self.reservations.start_transfer(booking, at)
         return msgspec.structs.replace(planned, hit_tokens=hit_tokens, kv_bytes=booking.kv_bytes)
 
 

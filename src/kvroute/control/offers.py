@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from kvroute.control.booking import Booking
 from kvroute.policies import PrefillCandidates, preferred
-from kvroute.types import BoolArray, Candidates, Choice, Decision, Decode, FloatArray, IntArray, Prefill, Reject
+from kvroute.types import (
+    BoolArray,
+    Candidates,
+    Choice,
+    Decision,
+    Decode,
+    FloatArray,
+    IntArray,
+    Prefill,
+    Reject,
+    Request,
+)
 
 Leg: TypeAlias = Literal["prefill", "decode"]
 PREFILL: tuple[Leg, ...] = ("prefill",)
@@ -85,19 +97,27 @@ class Placed(msgspec.Struct, gc=False):
 Offered = TypeVar("Offered")
 
 
-class Feature(Protocol[Offered]):
+class Feature(Generic[Offered]):
     """Something that changes where requests are sent, and that keeps its own account of it.
 
     `features_of` has the list. Before a prefill instance is chosen, `offer` of each feature is called in the order of
     the list; afterwards `attach` of each, in the opposite order. Decode instances, and instances that serve a request
-    alone, are not offered through features, but `attach` is called for them, too.
+    alone, are not offered through features, but `decode_term` and `attach` are called for them, too. A method that a
+    feature does not define does nothing.
     """
 
-    legs: tuple[Leg, ...]
+    __slots__ = ()
+    legs: ClassVar[tuple[Leg, ...]] = PREFILL
     """The legs that it attaches to: a prefill, or both."""
 
     def offer(self, offer: Offer) -> Offered | None:
         """Change what is offered to a request. Return what `attach` needs for this request; None: nothing."""
+        return None
+
+    def decode_term(self, request: Request, names: Sequence[str]) -> tuple[str, FloatArray] | None:
+        """Return a term and its seconds for each decode instance, by which it counts as slower or faster beyond the
+        policy's cost; None: there is none. Only features of both legs are asked."""
+        return None
 
     def attach(self, booking: Booking, placed: Placed, offered: Offered | None) -> Reject | None:
         """Record a leg, and complete its decision. A prefill that was offered is not booked yet, so this may still
@@ -108,3 +128,7 @@ class Feature(Protocol[Offered]):
             placed: the leg and its instance.
             offered: what `offer` has returned; None, too, if `placed.offer` is None.
         """
+        return None
+
+    def release(self, booking: Booking, at: float) -> None:
+        """End what the prefill of a request waits for: it has finished or failed, or the request has left."""

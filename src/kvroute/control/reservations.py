@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from kvroute.control.booking import Booking
+from kvroute.control.offers import Feature
 from kvroute.control.offload.offloader import Offloader
-from kvroute.control.prefix_copies.source import PrefixCopies
 from kvroute.control.state.datacenters import Egress
 from kvroute.control.state.pool import DecodePool
 from kvroute.control.view import ClusterView
@@ -14,8 +17,9 @@ from kvroute.types import CROSS_DATACENTER, Candidates
 class Reservations:
     """What requests hold on instances and links. The caller keeps bookings and reports when their steps are over."""
 
-    def __init__(self, view: ClusterView, offloader: Offloader | None, prefixes: PrefixCopies) -> None:
-        self._view, self._offloader, self._prefixes = view, offloader, prefixes
+    def __init__(self, view: ClusterView, offloader: Offloader | None, features: Sequence[Feature[Any]]) -> None:
+        """Args: `features`: those that hold something for a prefill, in the order in which they are released."""
+        self._view, self._offloader, self._features = view, offloader, features
 
     def book_prefill(self, booking: Booking, at: float, position: int, prefill_s: float) -> None:
         """Book a prefill of this time, in seconds. Args: `position`: of its instance in the prefill pool."""
@@ -112,18 +116,6 @@ class Reservations:
             return None
         return self._offloader.egress.get(self._offloader.site_of(source))
 
-    def end_copy(self, booking: Booking, at: float) -> None:
-        """End the copy of a cached prefix that the request waits for. Does nothing if there is none."""
-        if booking.copy_id:
-            self._prefixes.ended(at, booking.copy_id, landed=False)
-            booking.copy_id = 0
-
-    def end_read(self, booking: Booking) -> None:
-        """End the read from the store that the request waits for. Does nothing if there is none."""
-        if booking.read_id and self._view.reads is not None:
-            self._view.reads.end(booking.read_id)
-            booking.read_id = 0
-
     def end_prefill(self, booking: Booking, at: float) -> None:
         """Release a prefill that has finished, and learn how long it waited, unless a copy or a read delayed it."""
         pool = self._view.prefill[booking.model]
@@ -131,16 +123,18 @@ class Reservations:
             pool.waits.learn(at - booking.began_s - booking.prefill_s, booking.wait_s)
         pool.release(booking.prefill, at)
         booking.prefill, booking.wait_s = -1, 0.0
-        self.end_copy(booking, at)
-        self.end_read(booking)
+        self._release_features(booking, at)
 
     def release_prefill(self, booking: Booking, at: float) -> None:
         """Release a prefill that has not finished."""
-        self.end_copy(booking, at)
-        self.end_read(booking)
+        self._release_features(booking, at)
         if booking.prefill >= 0:
             self._view.prefill[booking.model].release(booking.prefill, at, booking.prefill_s)
             booking.prefill = -1
+
+    def _release_features(self, booking: Booking, at: float) -> None:
+        for feature in self._features:
+            feature.release(booking, at)
 
     def release_prompt(self, booking: Booking, at: float, unfinished_s: float = 0.0) -> None:
         """Release the prompt that a decode instance computes itself. Does nothing if there is none.

@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 
 from kvroute.control.booking import Booking
-from kvroute.control.offers import BOTH_LEGS, Offer, Placed
-from kvroute.types import FloatArray
+from kvroute.control.offers import BOTH_LEGS, Feature, Offer, Placed
+from kvroute.types import FloatArray, Request
 
 KNOWN_MAX = 1024
 """Largest number of adapters that are stored for an instance that does not report how many it has room for."""
 
 
-class LoadedAdapters:
+class LoadedAdapters(Feature[FloatArray]):
     """Adapters by instance, the last used one at the end: those that requests have used there, and those that the
     engine reports as in use. An engine that needs room drops the one that was used longest ago (vLLM: `--max-loras`).
     """
@@ -44,6 +44,11 @@ class LoadedAdapters:
             prefill_s = offer.candidates.prefill_s + load_s
             offer.candidates = msgspec.structs.replace(offer.candidates, prefill_s=prefill_s)
         return load_s
+
+    def decode_term(self, request: Request, names: Sequence[str]) -> tuple[str, FloatArray] | None:
+        """Return the time to load the request's adapter, as `adapter_s`."""
+        load_s = self.load_s(request.adapter, names) if request.adapter else None
+        return None if load_s is None else ("adapter_s", load_s)
 
     def attach(self, booking: Booking, placed: Placed, load_s: FloatArray | None) -> None:
         """See Feature."""

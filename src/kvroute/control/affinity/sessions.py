@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvroute.control.booking import Booking
-from kvroute.control.offers import BOTH_LEGS, Leg, Offer, Placed
-from kvroute.types import FloatArray
+from kvroute.control.offers import BOTH_LEGS, Feature, Leg, Offer, Placed
+from kvroute.types import FloatArray, Request
 
 SESSIONS_MAX = 1 << 16
 """Number of sessions that are remembered; beyond it the one that was served longest ago is forgotten."""
 
 
-class Sessions:
+class Sessions(Feature[None]):
     """The last instance of each session, for prefill and for decode."""
 
     legs = BOTH_LEGS
@@ -34,6 +34,11 @@ class Sessions:
         term_s = self.term_s(offer.booking.request.session, "prefill", offer.candidates.names)
         if term_s is not None:
             offer.further_s["session_s"] = term_s
+
+    def decode_term(self, request: Request, names: Sequence[str]) -> tuple[str, FloatArray] | None:
+        """Return minus the bonus of the instance that decoded for the request's session last, as `session_s`."""
+        term_s = self.term_s(request.session, "decode", names) if request.session else None
+        return None if term_s is None else ("session_s", term_s)
 
     def attach(self, booking: Booking, placed: Placed, offered: None) -> None:
         """See Feature."""

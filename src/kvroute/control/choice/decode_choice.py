@@ -5,11 +5,14 @@ It books nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 import numpy as np
 
 from kvroute.control.booking import Avoided
-from kvroute.control.offers import DecodePick
+from kvroute.control.offers import DecodePick, Feature
 from kvroute.control.state.pool import DecodePool
 from kvroute.control.view import ClusterView, PoolKey
 from kvroute.oracle import at_home
@@ -20,7 +23,9 @@ from kvroute.types import SAME_NODE, TRAITS, BoolArray, Candidates, Choice, Netw
 class DecodeChoice:
     """The decode instances of a view as the candidates of a request, and the choice among them. It changes nothing."""
 
-    def __init__(self, view: ClusterView) -> None:
+    def __init__(self, view: ClusterView, features: Sequence[Feature[Any]]) -> None:
+        """Args: `features`: those that add terms to decode instances."""
+        self._features = features
         self._view, self._settings, self._options = view, view.settings, view.options
 
     def choose(self, request: Request, key: PoolKey, source: int, at: float, avoid: Avoided) -> DecodePick | Reject:
@@ -90,16 +95,12 @@ class DecodeChoice:
         return self._preferred(choice, request, pool)
 
     def _preferred(self, choice: Choice | Reject, request: Request, pool: DecodePool) -> Choice | Reject:
-        """The choice with the terms of a decode that no policy has: the time to load the request's adapter, and the
-        bonus of its session."""
-        if isinstance(choice, Reject) or not (request.adapter or request.session):
+        """The choice with the terms of features, which no policy has."""
+        if isinstance(choice, Reject):
             return choice
-        terms = {
-            "adapter_s": self._view.adapters.load_s(request.adapter, pool.names),
-            "session_s": self._view.sessions.term_s(request.session, "decode", pool.names),
-        }
-        further_s = {name: term_s for name, term_s in terms.items() if term_s is not None}
-        return preferred(choice, further_s) if further_s else choice
+        found = (feature.decode_term(request, pool.names) for feature in self._features)
+        terms = [term for term in found if term is not None]
+        return preferred(choice, dict(terms)) if terms else choice
 
     def choose_aggregated(
         self, request: Request, model: str, at: float, avoid: Avoided

@@ -13,7 +13,7 @@ import numpy as np
 from kvroute.control.booking import Booking
 from kvroute.control.choice.pairing import AggregatedPick
 from kvroute.control.choice.partners import Partners
-from kvroute.control.offers import PREFILL, DecodePick, Offer, Placed
+from kvroute.control.offers import DecodePick, Feature, Placed
 from kvroute.control.view import ClusterView, PoolKey
 from kvroute.policies import PrefillCandidates, queue_and_decode_s
 from kvroute.timing import prefill_each_s, prefill_time
@@ -41,16 +41,11 @@ class Backlog(NamedTuple):
     """Instances that are up; one that both prefills and decodes counts twice."""
 
 
-class Forecaster:
+class Forecaster(Feature[None]):
     """Predicts by a view, which it does not change."""
-
-    legs = PREFILL
 
     def __init__(self, view: ClusterView, partners: Partners) -> None:
         self._view, self._partners = view, partners
-
-    def offer(self, offer: Offer) -> None:
-        """See Feature."""
 
     def attach(self, booking: Booking, placed: Placed, offered: None) -> Reject | None:
         """Predict a request that has been offered prefill instances; return a Reject if it would be too late."""

@@ -9,15 +9,13 @@ import msgspec
 import numpy as np
 
 from kvroute.control.booking import Booking
-from kvroute.control.offers import PREFILL, Offer, Placed
+from kvroute.control.offers import Feature, Offer, Placed
 from kvroute.control.view import ClusterView
 from kvroute.types import BoolArray, FloatArray, IntArray, Request
 
 
-class KvLoads:
+class KvLoads(Feature[FloatArray]):
     """Prefixes in CPU memory, on disks and in the store as hits that cost time."""
-
-    legs = PREFILL
 
     def __init__(self, view: ClusterView) -> None:
         self._view = view

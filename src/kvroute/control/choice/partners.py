@@ -6,7 +6,7 @@ import numpy as np
 
 from kvroute.control.booking import Booking
 from kvroute.control.choice.decode_choice import DecodeChoice
-from kvroute.control.offers import PREFILL, DecodePick, Offer, Placed
+from kvroute.control.offers import DecodePick, Feature, Offer, Placed
 from kvroute.control.view import ClusterView
 from kvroute.types import Choice, Reject, Terms
 
@@ -74,16 +74,14 @@ class Partners:
         return Choice(usable[best][0], both), usable[best][1]
 
 
-class LayerwiseTransfers:
-    """The feature that sends a KV cache layer by layer during the prefill: the decode instance is chosen on arrival."""
+class LayerwiseTransfers(Feature[None]):
+    """The feature that sends a KV cache layer by layer during the prefill: the decode instance is chosen on arrival.
 
-    legs = PREFILL
+    `Offer.layerwise` is set by the options and by the choice of another datacenter.
+    """
 
     def __init__(self, partners: Partners) -> None:
         self._partners = partners
-
-    def offer(self, offer: Offer) -> None:
-        """See Feature; `Offer.layerwise` is set by the options and by the choice of another datacenter."""
 
     def attach(self, booking: Booking, placed: Placed, offered: None) -> None:
         """See Feature. Without room on any decode instance now, one is chosen when the prefill is over."""

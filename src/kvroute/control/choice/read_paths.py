@@ -7,26 +7,22 @@ import numpy as np
 
 from kvroute.control.booking import Booking
 from kvroute.control.choice.partners import Partners
-from kvroute.control.offers import PREFILL, DecodePick, Offer, Placed
+from kvroute.control.offers import DecodePick, Feature, Placed
 from kvroute.control.state.storage_reads import ReadRange
 from kvroute.control.view import ClusterView
 from kvroute.types import Choice, IntArray, Terms
 
 
-class ReadPaths:
+class ReadPaths(Feature[None]):
     """The feature that reads the cached tokens of a request from the store, if its prefill instance chose to.
 
-    If the read path depends on the decode instance, that is chosen now; its decision is due after the prefill.
+    `KvLoads` prices the reads. If the read path depends on the decode instance, that is chosen now; its decision is due
+    after the prefill.
     """
-
-    legs = PREFILL
 
     def __init__(self, view: ClusterView, partners: Partners) -> None:
         assert view.reads is not None, "without a store nothing is read"
         self._view, self._partners, self._reads = view, partners, view.reads
-
-    def offer(self, offer: Offer) -> None:
-        """See Feature; `KvLoads` prices the reads."""
 
     def attach(self, booking: Booking, placed: Placed, offered: None) -> None:
         """See Feature. Nothing is read if the prefix is copied from another instance, or if the decode instance is
@@ -51,6 +47,12 @@ class ReadPaths:
         booking.read_id = decision.read_id
         booking.decode_read_at = decision.first_token + decision.prefill_tokens
         placed.further = (decision,)
+
+    def release(self, booking: Booking, at: float) -> None:
+        """End the read that the request waits for, if there is one."""
+        if booking.read_id:
+            self._reads.end(booking.read_id)
+            booking.read_id = 0
 
     def _soonest(self, source: int, targets: IntArray, pick: DecodePick, kv_bytes: float) -> DecodePick:
         """Return the decode instance with the lowest cost if the time to read from the store counts, too. A policy that

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from kvroute.control.booking import Booking
-from kvroute.control.offers import BOTH_LEGS, Offer, Placed
+from kvroute.control.offers import BOTH_LEGS, Feature, Offer, Placed
 from kvroute.control.offload.allocation import Allocation, Review, SiteCapacity
 from kvroute.control.offload.stages import Stages
 from kvroute.control.offload.threshold import scarcity_of, threshold_of
@@ -39,7 +39,7 @@ _DOWN_SHARE = 0.985
 _RATE_MEMORY_S = 5.0
 
 
-class Offloader:
+class Offloader(Feature[Offload]):
     """Thresholds and traffic of one model's requests over several datacenters."""
 
     legs = BOTH_LEGS

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from kvroute.control.booking import Booking
-from kvroute.control.offers import PREFILL, Offer, Placed
+from kvroute.control.offers import Feature, Offer, Placed
 from kvroute.control.offload.offloader import Offloader
 from kvroute.control.prefix_copies.copies import Copies
 from kvroute.control.prefix_copies.rebalancing import Rebalancing
@@ -17,10 +17,8 @@ from kvroute.control.view import ClusterView
 from kvroute.types import CopyPrefix
 
 
-class PrefixCopies:
+class PrefixCopies(Feature[SiblingFetches]):
     """Copies of cached prefixes: for a request from another site or from a sibling, and ahead of demand."""
-
-    legs = PREFILL
 
     def __init__(self, view: ClusterView, offloader: Offloader | None) -> None:
         options = view.options
@@ -69,6 +67,12 @@ class PrefixCopies:
             copy_bytes=nbytes,
             copy_id=booking.copy_id,
         )
+
+    def release(self, booking: Booking, at: float) -> None:
+        """End the copy that the request waits for, if there is one."""
+        if booking.copy_id:
+            self.ended(at, booking.copy_id, landed=False)
+            booking.copy_id = 0
 
     def ended(self, at: float, copy_id: int, *, landed: bool) -> bool:
         """End a copy. Return False if no copy with this number is in progress."""
