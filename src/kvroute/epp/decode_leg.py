@@ -124,7 +124,3 @@ class EnvoyDecodeLeg(DecodeLeg):
         """See `Leg`."""
         super().failed(failure, now)
         self.end_transfer(now, False)
-
-    def abort_stream(self, why: str, kind: str = "") -> None:
-        """End the request in Envoy with an error."""
-        self.state.exchange.abort()

@@ -243,5 +243,5 @@ class DecodeLeg(Leg):
         return TokenUsage(None, None)
 
     def abort_stream(self, why: str, kind: str = UPSTREAM) -> None:
-        """End the response, which has begun, with an error. Args: `kind`: its type."""
-        raise NotImplementedError
+        """End the response, which has begun, with an error. Args: `kind`: its type, if the response can tell it."""
+        self.state.exchange.abort()

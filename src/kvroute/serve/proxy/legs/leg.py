@@ -195,9 +195,25 @@ class Leg:
         except Exception as error:
             self.owner.internal_error(error)
 
+    @property
+    def refused(self) -> bool:
+        """Whether the response is an error that has not been passed on."""
+        return self.status >= 400
+
     def on_end(self) -> None:
         """See `ResponseHandler`."""
-        raise NotImplementedError
+        try:
+            if self.refused:
+                self.on_error_status()
+            else:
+                self.on_response(self.state.runtime.now())
+        except Exception as error:
+            self.owner.internal_error(error)
+
+    def on_response(self, now: float) -> None:
+        """Handle a whole response without an error."""
+        self.succeeded(now)
+        self.close()
 
     def on_failure(self, failure: Failure) -> None:
         """See `ResponseHandler`. A call that never reached the engine leaves the KV cache in place."""

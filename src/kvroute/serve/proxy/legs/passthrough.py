@@ -81,10 +81,15 @@ class PassthroughLeg(Leg):
         """See `Leg`."""
         return f"instance {self.engine.name}"
 
+    @property
+    def refused(self) -> bool:
+        """See `Leg`."""
+        return self.status >= 400 and not self.state.exchange.started
+
     def on_body(self, data: bytes) -> None:
         """See `ResponseHandler`."""
         try:
-            if self.status >= 400 and not self.state.exchange.started:
+            if self.refused:
                 if self.size <= _ERROR_BYTES_MAX:
                     self._parts.append(data)
                 self.size += len(data)
@@ -95,22 +100,15 @@ class PassthroughLeg(Leg):
         except Exception as error:
             self.owner.internal_error(error)
 
-    def on_end(self) -> None:
-        """See `ResponseHandler`."""
-        state, exchange = self.state, self.state.exchange
-        try:
-            if self.status >= 400 and not exchange.started:
-                self.on_error_status()
-                return
-            now = state.runtime.now()
-            self.succeeded(now)
-            if state.faults is not None and self.status < 400:
-                state.faults.answered(PASSTHROUGH, now)
-            self._begin_response().end()
-            self.close()
-            self.owner.end(self.status)
-        except Exception as error:
-            self.owner.internal_error(error)
+    def on_response(self, now: float) -> None:
+        """See `Leg`."""
+        faults = self.state.faults
+        self.succeeded(now)
+        if faults is not None and self.status < 400:
+            faults.answered(PASSTHROUGH, now)
+        self._begin_response().end()
+        self.close()
+        self.owner.end(self.status)
 
     def _begin_response(self) -> ResponseWriter:
         """Begin the response if it has not begun, and return what writes it."""

@@ -139,37 +139,29 @@ class PrefillLeg(Leg):
         if protocol.returns_params or not protocol.concurrent_legs or self.status >= 400:
             super().on_body(data)
 
-    def on_end(self) -> None:
-        """See `ResponseHandler`: the KV cache is complete, unless the response has an error."""
-        state, engine = self.state, self.engine
+    def on_response(self, now: float) -> None:
+        """See `Leg`: the KV cache is complete."""
+        state, body = self.state, self.body()
         try:
-            if self.status >= 400:
-                self.on_error_status()
-                return
-            body, now = self.body(), state.runtime.now()
-            try:
-                self.transfer_params = self._params_of(body)
-            except NoTransferParams as odd:
-                # If the decode leg was sent early, its engine already waits for the KV cache.
-                if self._early or state.prefill_done or state.completion.kind not in LATER_SPLIT:
-                    self.on_failed(LegFailure("malformed", f"{self.who} {odd}", 502, sent=True))
-                    return
-                self.owner.on_no_transfer_params(self)
-            except ProtocolError as odd:
+            self.transfer_params = self._params_of(body)
+        except NoTransferParams as odd:
+            # If the decode leg was sent early, its engine already waits for the KV cache.
+            if self._early or state.prefill_done or state.completion.kind not in LATER_SPLIT:
                 self.on_failed(LegFailure("malformed", f"{self.who} {odd}", 502, sent=True))
                 return
-            if self.storage_read is not None:
-                self.storage_read.prefilled(self.transfer_params)
-            self.succeeded(now)
-            self.close()
-            self._parts.clear()
-            if self.copy is not None and not state.prefill_done:
-                self.copy.computed(cached_tokens(body), now)
-            state.runtime.metrics.prefill_answered(now - self.sent_at)
-            if not (state.prefill_done or state.over):  # otherwise the first token of the decode leg came earlier
-                self.owner.on_prefill_done(engine, now)
-        except Exception as error:
-            self.owner.internal_error(error)
+            self.owner.on_no_transfer_params(self)
+        except ProtocolError as odd:
+            self.on_failed(LegFailure("malformed", f"{self.who} {odd}", 502, sent=True))
+            return
+        if self.storage_read is not None:
+            self.storage_read.prefilled(self.transfer_params)
+        super().on_response(now)
+        self._parts.clear()
+        if self.copy is not None and not state.prefill_done:
+            self.copy.computed(cached_tokens(body), now)
+        state.runtime.metrics.prefill_answered(now - self.sent_at)
+        if not (state.prefill_done or state.over):  # otherwise the first token of the decode leg came earlier
+            self.owner.on_prefill_done(self.engine, now)
 
     def _params_of(self, body: bytes) -> Raw | None:
         """Return the transfer parameters of the response; its engine client learns how the engine is reached.

@@ -71,27 +71,18 @@ class PrefixCopyLeg(Leg):
             return
         self.send(copy_body(self.state.completion, ids[: self.prefix_tokens]), runtime.copy_s, now, _PATH)
 
-    def on_end(self) -> None:
-        """See ResponseHandler: the blocks are ready to be fetched, unless the response reports an error."""
-        runtime, engine = self.state.runtime, self.engine
+    def on_response(self, now: float) -> None:
+        """See `Leg`: the blocks are ready to be fetched."""
         try:
-            if self.status >= 400:
-                self.on_error_status()
-                return
-            try:
-                prefix = engine.protocol.transfer_params(self.body())
-            except ProtocolError as odd:
-                self.on_failed(LegFailure("malformed", f"{self.who} {odd}", 502, sent=False))
-                return
-            now = runtime.now()
-            self.succeeded(now)
-            self.close()
-            self._parts.clear()
-            runtime.metrics.copy_answered(now - self.sent_at)
-            self._fetched(now)
-            self._answer(prefix, now)
-        except Exception as error:
-            self.owner.internal_error(error)
+            prefix = self.engine.protocol.transfer_params(self.body())
+        except ProtocolError as odd:
+            self.on_failed(LegFailure("malformed", f"{self.who} {odd}", 502, sent=False))
+            return
+        super().on_response(now)
+        self._parts.clear()
+        self.state.runtime.metrics.copy_answered(now - self.sent_at)
+        self._fetched(now)
+        self._answer(prefix, now)
 
     def continue_without(self, now: float) -> None:
         """After a failure of the leg, let the prompt be computed without the copy."""

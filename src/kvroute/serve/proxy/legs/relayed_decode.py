@@ -247,21 +247,15 @@ class RelayedDecodeLeg(DecodeLeg):
         with_prefill = engine.protocol.concurrent_legs or self.early
         return seconds if self.expected.queue_s == 0.0 and seconds > 0.0 and not with_prefill else None
 
-    def on_end(self) -> None:
-        """See ResponseHandler."""
-        try:
-            if self.status >= 400:
-                self.on_error_status()
-            elif self.streams:
-                self._stream_ended()
-            else:
-                self._collected()
-        except Exception as error:
-            self.owner.internal_error(error)
+    def on_response(self, now: float) -> None:
+        """See `Leg`."""
+        if self.streams:
+            self._stream_ended()
+        else:
+            self._collected(now)
 
-    def _collected(self) -> None:
+    def _collected(self, now: float) -> None:
         runtime, exchange = self.state.runtime, self.state.exchange
-        now = runtime.now()
         self._answered(now)
         self._transfer_done(NOT_OBSERVED, now)
         runtime.reports.whole_answer(self.decision, now)
