@@ -51,8 +51,9 @@ def run_once(prefill: int) -> dict[str, float]:
 
 def compare_modes(agents: int) -> dict[str, float]:
     """Return time and job completion time of both modes for 27B agents on one prefill and one decode node."""
+    from tests.sim.storage_max_min import run_max_min
+
     from kvroute.planner.comparison.cells import Cell
-    from kvroute.sim.storage.max_min import run_max_min
     from kvroute.sim.storage.run import run_agents
     from kvroute_studies.dualpath.run import run_of
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sim.storage_max_min import run_max_min
 from tests.sim.test_storage_run import CLUSTER, MODEL, TURNS, agents, trajectories
 
 from kvroute.policies.storage.dualpath import ABLATION
-from kvroute.sim.storage.max_min import run_max_min
 from kvroute.sim.storage.run import run_agents
 from kvroute.sim.storage.spec import AgentRun
 

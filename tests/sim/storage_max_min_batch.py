@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
 
-from kvroute.sim.storage.max_min_events import TimedActions
+from tests.sim.storage_max_min_events import TimedActions
 
 Sequence = TypeVar("Sequence")
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from tests.sim.storage_max_min_batch import DecodeBatch
+from tests.sim.storage_max_min_events import Action, Copy, TimedActions
 
 from kvroute.policies.storage.dualpath_kernels import (
     NO_ENGINE,
@@ -26,8 +28,6 @@ from kvroute.policies.storage.dualpath_kernels import (
     quota_tokens,
     token_limit,
 )
-from kvroute.sim.storage.max_min_batch import DecodeBatch
-from kvroute.sim.storage.max_min_events import Action, Copy, TimedActions
 from kvroute.sim.storage.setup import rules_of
 from kvroute.sim.storage.spec import AgentRun
 
