@@ -13,13 +13,11 @@ from tests.planner.placement_files import cluster_text
 
 from kvroute.planner.placement.all_reduce_times import AllReduceTimes
 from kvroute.planner.placement.grouping import Grouper, Method, Pool, greedy_chunks, milp_chunks
-from kvroute.planner.placement.paper_grouping import kmeans_groups, latencies, perturbed
 from kvroute.planner.placement.swaps import Price, Swaps
 from kvroute.topology import Cluster
 from kvroute.topology.gpu_paths import Gpu
 from kvroute.topology.place import Shards
 from kvroute.topology.reading.assembly import load_network
-from kvroute.types import InputError
 
 NBYTES = 8e6
 COMPUTE_S = 2e-3
@@ -140,40 +138,3 @@ def test_swaps_make_equal_shares_out_of_unequal_ones(cluster: Cluster) -> None:
     swaps.run()
     found = swaps.groups
     assert all(len({node for node, _ in group}) == 1 for group in found)
-
-
-def test_published_grouping_is_a_partition(cluster: Cluster) -> None:
-    """k-means-constrained in a process of its own finds the six servers of four GPUs."""
-    found = kmeans_groups(cluster, free_gpus(cluster, [4] * 6), 4)
-    assert len(found) == 6
-    assert sorted(gpu for group in found for gpu in group) == free_gpus(cluster, [4] * 6)
-    assert kmeans_groups(cluster, free_gpus(cluster, [2, 0, 0, 0, 0, 0]), 4) == []
-
-
-def test_published_latencies_follow_the_hierarchy(cluster: Cluster) -> None:
-    """One byte costs less inside a server than in a rack, and less in a rack than between racks."""
-    gpus = [(0, 0), (0, 1), (1, 0), (5, 0)]
-    found = latencies(cluster, gpus)
-    assert found[0, 0] == 0.0
-    assert 0 < found[0, 1] < found[0, 2] < found[0, 3]
-    assert np.allclose(found, found.T)
-
-
-def test_published_swaps_stop_at_the_first_failure_and_ignore_the_partner() -> None:
-    """A swap that helps one group and costs the other one more is kept; the sum increases."""
-    cost = {(0, 0): 1.0, (0, 1): 0.0}
-
-    def seconds(group: Shards) -> float:
-        return float(sum(cost.get(gpu, 5.0) for gpu in group)) * (10.0 if (0, 0) in group and (0, 2) in group else 1.0)
-
-    groups: list[Shards] = [((0, 0), (0, 3)), ((0, 1), (0, 2))]
-    before = sum(map(seconds, groups))
-    found, tried = perturbed(groups, seconds)
-    assert tried < 10
-    assert sorted(gpu for group in found for gpu in group) == [(0, 0), (0, 1), (0, 2), (0, 3)]
-    assert sum(map(seconds, found)) >= before
-
-
-def test_published_grouping_refuses_large_clusters(cluster: Cluster) -> None:
-    with pytest.raises(InputError, match="too many for k-means-constrained"):
-        kmeans_groups(cluster, [(0, 0)] * 2_001, 4)

@@ -185,3 +185,14 @@ def test_the_simulation_uses_the_policies_of_the_files_gateway(tmp_path: Path) -
     refused = run(*command)
     assert refused.exit_code != 0
     assert "gateway.policy: unknown decode policy 'netcv'" in str(refused.exception)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--equations", "literal"), ("--grouping", "paper")])
+def test_what_heroserve_published_needs_kvroute_studies(
+    option: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the package the command says how to install it."""
+    monkeypatch.setattr("kvroute.planner.placement.published_choices.entry_points", lambda **_: ())
+    result = run(*COMMAND, "--no-simulation", option, value)
+    assert result.exit_code == 2
+    assert "pip install kvroute-studies" in " ".join(result.output.split())

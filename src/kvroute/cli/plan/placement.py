@@ -42,10 +42,14 @@ def placement(
         ),
     ],
     grouping: Annotated[
-        str, typer.Option("--grouping", help=f"How GPUs are grouped: {', '.join(GROUPINGS)}.")
+        str, typer.Option("--grouping", help=f"How GPUs are grouped: {', '.join(GROUPINGS)} (needs kvroute-studies).")
     ] = "milp",
     equations: Annotated[
-        str, typer.Option("--equations", help="`literal` also evaluates the equations of HeroServe as published.")
+        str,
+        typer.Option(
+            "--equations",
+            help="`literal` also evaluates the equations of HeroServe as published (needs kvroute-studies).",
+        ),
     ] = "corrected",
     no_simulation: Annotated[
         bool, typer.Option("--no-simulation", help="Do not simulate the chosen placement.")

@@ -7,20 +7,22 @@ A group's price is the value per second that it adds; all methods maximise the s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from kvroute.planner.placement.paper_grouping import kmeans_groups, perturbed
+from kvroute.planner.placement.published_choices import from_studies
 from kvroute.planner.placement.swaps import Price, Swaps
 from kvroute.topology import Cluster
 from kvroute.topology.gpu_paths import Gpu
 from kvroute.topology.place import Shards
 
 Method: TypeAlias = Literal["milp", "greedy", "paper"]
+Grouping: TypeAlias = Callable[[Cluster, Sequence[Gpu], int, Price], list[Shards]]
+"""Returns groups of one size: of a cluster, its free GPUs, the size of a group, and the price of a group."""
 Chunks: TypeAlias = tuple[tuple[int, ...], ...]
 """[group][chunk]: position of a server in its rack; every chunk of a group has the same number of GPUs."""
 _SOLVER_S = 10.0
@@ -111,8 +113,7 @@ class Grouper:
         return best or math.inf
 
     def _as_published(self, wanted: int) -> list[Shards]:
-        clusters = kmeans_groups(self.pool.cluster, self.pool.left(), self.size)
-        found, _ = perturbed(clusters, lambda group: 1.0 / self.price(group))
+        found = published_grouping()(self.pool.cluster, self.pool.left(), self.size, self.price)
         for node, gpu in (gpu for group in found[:wanted] for gpu in group):
             self.pool.free[node].remove((node, gpu))
         return found[:wanted]
@@ -175,6 +176,12 @@ class Grouper:
 
     def _first(self, shares: dict[int, int]) -> Shards:
         return tuple(gpu for node, count in shares.items() for gpu in self.pool.free[node][:count])
+
+
+def published_grouping() -> Grouping:
+    """Return the method `paper`. Raises InputError if kvroute-studies is not installed."""
+    found: Grouping = from_studies("grouping", "--grouping")
+    return found
 
 
 def greedy_chunks(counts: Sequence[int], size: int, values: dict[int, float]) -> Chunks:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from kvroute.control import ControlSpec
-from kvroute.planner.placement.grouping import Method
+from kvroute.planner.placement.grouping import Method, published_grouping
 from kvroute.planner.placement.instances import PlacedInstance
-from kvroute.planner.placement.literal import LiteralPlan, literal_plan
 from kvroute.planner.placement.output import Named, gpu_name, launch_commands, named
 from kvroute.planner.placement.problem import PlacementProblem
+from kvroute.planner.placement.published_choices import LiteralPlan, from_studies
 from kvroute.planner.placement.schema import Phase
-from kvroute.planner.placement.search import PHASES, Found, Placement, search
+from kvroute.planner.placement.search import PHASES, Found, Placement, Search, search
 from kvroute.planner.placement.simulation import PAIRS, Simulated, simulated
 
 _ALTERNATIVES = 8
@@ -115,11 +115,16 @@ def plan_placement(
         spec: configuration of the core in this simulation.
 
     Raises:
-        InputError: no placement meets the SLOs.
+        InputError: no placement meets the SLOs, or kvroute-studies is needed and not installed.
     """
+    equations: Callable[[Search, float], LiteralPlan | None] | None = None
+    if literal:
+        equations = from_studies("equations", "--equations")
+    if method == "paper":
+        published_grouping()  # before the search, which takes a while
     began_s = time.perf_counter()
     found = search(problem, method)
-    published = literal_plan(found.search, found.best.rate_per_s) if literal else None
+    published = equations(found.search, found.best.rate_per_s) if equations is not None else None
     plan_s = time.perf_counter() - began_s
     best = found.best
     instances = named(problem, best.prefill, best.decode)

@@ -10,15 +10,18 @@ import pytest
 from tests.planner.placement_files import TESTBED, cluster_text, problem_of
 
 from kvroute.collectives import AllReduce, all_reduce, link_bytes, seconds
-from kvroute.planner.placement import published
 from kvroute.planner.placement.all_reduce_times import AllReduceTimes
 from kvroute.planner.placement.compute import Communication, Parallelism, Roofline
-from kvroute.planner.placement.literal import literal_plan
-from kvroute.planner.placement.paper_grouping import perturbed
 from kvroute.planner.placement.problem import PlacementProblem
 from kvroute.planner.placement.search import Search, search
 from kvroute.timing.queueing import token_s, waiting
+from kvroute.topology import Cluster, load_network
+from kvroute.topology.gpu_paths import Gpu
 from kvroute.topology.place import Shards
+from kvroute.types import InputError
+from kvroute_studies.heroserve import published
+from kvroute_studies.heroserve.literal import literal_plan
+from kvroute_studies.heroserve.paper_grouping import kmeans_groups, latencies, perturbed
 
 HIDDEN, TOKENS, BATCH = 9_216, 247.0, 8
 NIC_BITS_PER_S, NIC_BYTES_PER_S = 100e9, 12.5e9
@@ -28,6 +31,18 @@ NIC_BITS_PER_S, NIC_BYTES_PER_S = 100e9, 12.5e9
 def testbed(tmp_path_factory: pytest.TempPathFactory) -> PlacementProblem:
     folder = tmp_path_factory.mktemp("published")
     return problem_of(folder, TESTBED.read_text(), "opt-66b", 2.5, 0.15)
+
+
+@pytest.fixture(scope="module")
+def racks(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    path = tmp_path_factory.mktemp("grouping") / "cluster.yaml"
+    path.write_text(cluster_text(racks=2, servers=3, gpus=4, oversubscription=2.0))
+    return load_network(path)
+
+
+def free_gpus(kept: list[int]) -> list[Gpu]:
+    """The first `kept[node]` GPUs of each node."""
+    return [(node, gpu) for node, count in enumerate(kept) for gpu in range(count)]
 
 
 def test_eq_1_scalability_does_not_depend_on_the_number_of_gpus(tmp_path: Path) -> None:
@@ -189,3 +204,40 @@ def test_the_published_choice_is_rated_by_the_corrected_equations(testbed: Place
 def test_there_may_be_no_published_choice(tmp_path: Path) -> None:
     problem = problem_of(tmp_path, cluster_text(), tpot_s=1e-4)
     assert literal_plan(Search(problem, "milp"), 1.0) is None
+
+
+def test_published_grouping_is_a_partition(racks: Cluster) -> None:
+    """k-means-constrained in a process of its own finds the six servers of four GPUs."""
+    found = kmeans_groups(racks, free_gpus([4] * 6), 4)
+    assert len(found) == 6
+    assert sorted(gpu for group in found for gpu in group) == free_gpus([4] * 6)
+    assert kmeans_groups(racks, free_gpus([2, 0, 0, 0, 0, 0]), 4) == []
+
+
+def test_published_latencies_follow_the_hierarchy(racks: Cluster) -> None:
+    """One byte costs less inside a server than in a rack, and less in a rack than between racks."""
+    gpus = [(0, 0), (0, 1), (1, 0), (5, 0)]
+    found = latencies(racks, gpus)
+    assert found[0, 0] == 0.0
+    assert 0 < found[0, 1] < found[0, 2] < found[0, 3]
+    assert np.allclose(found, found.T)
+
+
+def test_published_swaps_stop_at_the_first_failure_and_ignore_the_partner() -> None:
+    """A swap that helps one group and costs the other one more is kept; the sum increases."""
+    cost = {(0, 0): 1.0, (0, 1): 0.0}
+
+    def seconds(group: Shards) -> float:
+        return float(sum(cost.get(gpu, 5.0) for gpu in group)) * (10.0 if (0, 0) in group and (0, 2) in group else 1.0)
+
+    groups: list[Shards] = [((0, 0), (0, 3)), ((0, 1), (0, 2))]
+    before = sum(map(seconds, groups))
+    found, tried = perturbed(groups, seconds)
+    assert tried < 10
+    assert sorted(gpu for group in found for gpu in group) == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    assert sum(map(seconds, found)) >= before
+
+
+def test_published_grouping_refuses_large_clusters(racks: Cluster) -> None:
+    with pytest.raises(InputError, match="too many for k-means-constrained"):
+        kmeans_groups(racks, [(0, 0)] * 2_001, 4)

@@ -5,35 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-import msgspec
-
-from kvroute.planner.placement import published
 from kvroute.planner.placement.compute import Parallelism
 from kvroute.planner.placement.instances import DESIGN_BATCH
 from kvroute.planner.placement.problem import GpuKind, PlacementProblem
+from kvroute.planner.placement.published_choices import LiteralPlan
 from kvroute.planner.placement.schema import Phase
 from kvroute.planner.placement.search import PHASES, Search, possible_splits
 from kvroute.topology.gpu_paths import Gpu, GpuPaths
 from kvroute.topology.place import Shards
 from kvroute.types import InputError
-
-
-class LiteralPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The choice of the published equations."""
-
-    prefill: str
-    """Such as `TP8 PP1 on a100`."""
-    decode: str
-    ttft_s: float
-    """T_pre of eq. 3."""
-    tpot_s: float
-    """T_dec of eq. 4."""
-    transfer_s: float
-    """T_f of eq. 14."""
-    scalability_per_s: float
-    """H of eq. 1 at the rate that kvroute found; negative queueing times are kept."""
-    corrected_rate_per_s: float
-    """Rate that the same parallelism sustains by the corrected equations, with as many instances as GPUs allow."""
+from kvroute_studies.heroserve import published
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from kvroute.planner.placement.swaps import Price
 from kvroute.topology import Cluster
 from kvroute.topology.gpu_paths import Gpu
 from kvroute.topology.place import Shards
@@ -22,6 +23,13 @@ GPUS_MAX = 2_000
 _SEED = 15
 _TIMEOUT_S = 600.0
 _NOT_INSTALLED = 3
+
+
+def published_groups(cluster: Cluster, gpus: Sequence[Gpu], size: int, price: Price) -> list[Shards]:
+    """Return the groups of `kvroute plan placement --grouping paper`; the time of an all-reduce is the reciprocal of
+    its group's price."""
+    found, _ = perturbed(kmeans_groups(cluster, gpus, size), lambda group: 1.0 / price(group))
+    return found
 
 
 def kmeans_groups(cluster: Cluster, gpus: Sequence[Gpu], size: int) -> list[Shards]:
@@ -37,10 +45,10 @@ def kmeans_groups(cluster: Cluster, gpus: Sequence[Gpu], size: int) -> list[Shar
         return []
     given = io.BytesIO()
     np.savez(given, distances=latencies(cluster, gpus), size=size)
-    command = [sys.executable, "-m", "kvroute.planner.placement.kmeans"]
+    command = [sys.executable, "-m", "kvroute_studies.heroserve.kmeans"]
     ended = subprocess.run(command, input=given.getvalue(), capture_output=True, timeout=_TIMEOUT_S, check=False)
     if ended.returncode == _NOT_INSTALLED:
-        hint = "install it with `pip install 'kvroute[paper]'`"
+        hint = "install it with `pip install 'kvroute-studies[paper]'`"
         raise InputError("grouping as published needs k-means-constrained", where="--grouping", hint=hint)
     if ended.returncode:
         raise InputError(f"k-means-constrained failed: {ended.stderr.decode()[-300:]}", where="--grouping")
