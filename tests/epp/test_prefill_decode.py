@@ -216,7 +216,8 @@ def test_the_prefill_of_a_joint_protocol_fails_after_envoy_has_the_request() -> 
             assert (answer.status, b"returned status 500" in answer.body) == (502, True)
             await stream.end()
             assert await stream.call.code() == grpc.StatusCode.OK
-            assert sum(len(engine.received) for engine in prefill) == 1
+            received = [request for engine in prefill for request in engine.received]
+            assert len(received) == 1, received
             assert await rig.becomes_idle(), rig.held_resources()
 
     run(main())

@@ -67,7 +67,15 @@ def pairs(made: Chain) -> set[str]:
 REFUSAL = "there is no decode instance in the prefill instance's rack, and the constraint rack:required allows no other"
 
 
-@pytest.mark.parametrize(("policy", "status"), [(None, 503), ("required", 503), ("fallback", 200), ("preferred", 200)])
+@pytest.mark.parametrize(
+    ("policy", "status"),
+    [
+        (None, 503),
+        pytest.param("required", 503, marks=pytest.mark.slow),
+        ("fallback", 200),
+        pytest.param("preferred", 200, marks=pytest.mark.slow),
+    ],
+)
 def test_row_no_decode_in_the_domain(policy: str | None, status: int, tmp_path: Path) -> None:
     """`fail`, the default: an error to the client. `fallback`: a warning, and any decode engine."""
 
@@ -100,7 +108,7 @@ def test_a_fallback_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "constraint_fallback" in caplog.text
 
 
-@pytest.mark.parametrize("policy", ["fail", "fallback"])
+@pytest.mark.parametrize("policy", ["fail", pytest.param("fallback", marks=pytest.mark.slow)])
 def test_row_a_worker_without_its_level(policy: str, tmp_path: Path) -> None:
     """It is excluded while the domain has an engine, whatever its load is."""
 
@@ -144,7 +152,7 @@ def test_row_no_level(tmp_path: Path) -> None:
     scenario(run())
 
 
-@pytest.mark.parametrize("policy", ["fail", "fallback"])
+@pytest.mark.parametrize("policy", ["fail", pytest.param("fallback", marks=pytest.mark.slow)])
 def test_row_prefill_engines_with_a_decode_engine_in_their_domain_come_first(policy: str, tmp_path: Path) -> None:
     """A prefill engine whose domain has no decode engine gets nothing, whatever the load of the other one is."""
 
