@@ -29,6 +29,8 @@ REPLICAS_MAX = 10_000
 """No search goes beyond this number."""
 _NEAR = 0.99
 """Part of the best possible attainment that is enough if the target is out of reach."""
+_ALONE_PER_S = 1e-12
+"""Rate at which no request meets another one."""
 
 
 class ReplicaBounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,6 +177,9 @@ class _Stage:
     loads: dict[Reason, float]
     """Instances that each resource would use fully."""
     attainment: Callable[[int], float]
+    best: float
+    """Attainment of a request that has an instance for itself. It does not depend on the rate, so that no higher rate
+    lowers the goal."""
     slo: Callable[[int], Reason]
     """The limit behind a low attainment."""
     backlog: float
@@ -188,7 +193,7 @@ class _Stage:
         catching_up = math.ceil(load + self.backlog - 1e-9) if math.isfinite(load) else 0
         if catching_up > count:
             count, reason = catching_up, "backlog"
-        enough = min(math.sqrt(target.attainment), _NEAR * self.attainment(REPLICAS_MAX))
+        enough = min(math.sqrt(target.attainment), _NEAR * self.best)
         if self.attainment(count) < enough:
             reason, count = self.slo(count), _least(count, lambda tried: self.attainment(tried) >= enough)
         allowed = bounds.within(min(count, REPLICAS_MAX))
@@ -227,7 +232,8 @@ def _prefill(target: ReplicaTarget, demand: Demand, model: ReplicaModel) -> Role
 
     loads: dict[Reason, float] = {"compute": demand.rate_per_s * float(demand.share @ stage_s), "network": sent}
     backlog = demand.prefill_backlog_s / model.stages / target.catch_up_s
-    return _Stage(loads, attainment, lambda _: "ttft", backlog).need(target, target.prefill)
+    best = float(demand.share @ (left_s >= 0.0))
+    return _Stage(loads, attainment, best, lambda _: "ttft", backlog).need(target, target.prefill)
 
 
 def _decode(target: ReplicaTarget, demand: Demand, model: ReplicaModel) -> RoleNeed:
@@ -261,7 +267,8 @@ def _decode(target: ReplicaTarget, demand: Demand, model: ReplicaModel) -> RoleN
         "network": demand.rate_per_s * float(demand.share @ demand.sent_bytes) / model.bytes_per_s,
     }
     backlog = demand.decode_backlog / (each_per_s * target.catch_up_s)
-    return _Stage(loads, attainment, slo, backlog).need(target, target.decode)
+    best = _attained(instance, _ALONE_PER_S, target.tpot_s)
+    return _Stage(loads, attainment, best, slo, backlog).need(target, target.decode)
 
 
 def _attained(instance: DecodeLoad, rate_per_s: float, tpot_s: float | None) -> float:
