@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from bench.measurement import CHILD_S, ROOT, Row, show
+from bench.quoted import QUOTED, write
 
 BENCHES = (
     *("simulate", "decision", "foresight", "arrival", "flows", "prefix", "store", "evaluation", "plan", "placement"),
@@ -145,7 +146,10 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--quick", action="store_true", help="one repeat, fewer decisions and requests")
     parser.add_argument("--no-peer", action="store_true", help="leave the peers out; nothing is installed")
+    parser.add_argument("--write", action="store_true", help="write what the pages quote to bench/results/")
     given = parser.parse_args()
+    if given.write and given.quick:
+        parser.error("--write and --quick exclude each other: quick figures are not quoted")
     unknown = [name for name in given.names if name not in BENCHES]
     if unknown:
         parser.error(f"there is no bench {unknown[0]!r}; choose from {', '.join(BENCHES)}")
@@ -162,6 +166,8 @@ def main() -> int:
         if text:
             texts[name] = text
         broken = broken or not ended
+        if given.write and ended and name in QUOTED:
+            print(f"written: {write(name, bench_rows)}", file=sys.stderr)
     show(rows, given.json, texts)
     return 1 if broken else 0
 

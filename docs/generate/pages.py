@@ -11,9 +11,7 @@ from pathlib import Path
 from docs.generate.cli_page import cli_markdown
 from docs.generate.fields_page import fields_markdown, schema_text
 from docs.generate.http_page import http_markdown, openapi_text
-from docs.generate.results import with_dates
-
-from kvroute_studies.shared.result_files import read_results
+from docs.generate.results import all_results, with_dates
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
@@ -47,7 +45,7 @@ def write_pages(folder: Path) -> None:
     shutil.copytree(ROOT / "examples", folder / "examples")
     sources = [(f"docs/{page.relative_to(folder)}", page) for page in sorted(folder.rglob("*.md"))]
     sources += [(source, folder / target) for source, target in PAGES.items()]
-    results = read_results()
+    results = all_results()
     for source, page in sources:
         text = with_dates((ROOT / source).read_text(encoding="utf-8"), results)
         page.write_text(page_markdown(text, source, page.relative_to(folder).as_posix()), encoding="utf-8")

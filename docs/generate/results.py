@@ -1,7 +1,7 @@
-"""`python -m docs.generate.results`: write tables and figures of the studies' result files into the pages.
+"""`python -m docs.generate.results`: write tables and figures of result files into the pages.
 
 `<!-- result NAME ITEM -->` and `<!-- /result -->` enclose a table, or one figure inside a line, but not at its start: a
-line that begins with a comment is no Markdown.
+line that begins with a comment is no Markdown. A bench, in `bench/results/`, has a NAME with `bench-` before.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvroute.types import InputError
-from kvroute_studies.shared.result_files import ResultFile, ResultTable, read_results
+from kvroute_studies.shared.result_files import ResultFile, ResultTable, read_result, read_results
 
 ROOT = Path(__file__).resolve().parents[2]
 QUOTING = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "bench" / "README.md")
@@ -20,6 +20,12 @@ QUOTE = re.compile(
     r"(?P<start><!-- result (?P<name>[a-z][\w-]*) (?P<item>[\w-]+) -->)(?P<content>.*?)<!-- /result -->", re.DOTALL
 )
 _END = "<!-- /result -->"
+
+
+def all_results() -> dict[str, ResultFile]:
+    """Return the results of studies and benches by name. Raises InputError for a file that is none."""
+    benches = {f"bench-{path.stem}": read_result(path) for path in sorted((ROOT / "bench" / "results").glob("*.json"))}
+    return read_results() | benches
 
 
 def rendered(text: str, where: str, results: Mapping[str, ResultFile]) -> str:
@@ -71,7 +77,7 @@ def _markdown(table: ResultTable) -> str:
 
 def main() -> None:
     """Write all pages."""
-    results = read_results()
+    results = all_results()
     for page in QUOTING:
         old = page.read_text(encoding="utf-8")
         new = rendered(old, str(page.relative_to(ROOT)), results)

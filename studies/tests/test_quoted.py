@@ -90,16 +90,14 @@ def test_gains_of_netkv_are_shown_at_every_point_and_losses_are_bold() -> None:
     assert [name for name in found if name.startswith("topology")] == [f"topology {n}:1" for n in (1, 2, 4, 8)]
     assert found["ablation: tier map"][2:] == ["10"] * 3
     assert found["ablation: congestion"][2:] == ["0"] * 3
-    assert quoted.figures(some) == {
-        "points": "159", "lost": "3", "lost-beyond-noise": "3", "largest-loss": "20.0 %",
-    }  # fmt: skip
+    assert found["points where NetKV is slower"][2:] == ["1 of 53, 1 beyond noise, at most 20.0 %"] * 3
 
 
 def test_one_seed_shows_no_significance() -> None:
     quoted = NETKV["netkv-literal"]
     some = records(quoted, netkv_s, seeds=1)
     assert rows(quoted.tables(some)["experiments"])["load"][2].endswith(", -20")
-    assert quoted.figures(some)["lost-beyond-noise"] == "0"
+    assert rows(quoted.tables(some)["experiments"])["points where NetKV is slower"][2].startswith("1 of 48, 0 beyond")
 
 
 def test_rag_is_shown_beside_the_publication() -> None:

@@ -1,16 +1,16 @@
-"""Numbers of the studies in the pages are those of the result files."""
+"""Numbers of studies and benches in the pages are those of the result files."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from docs.generate.results import QUOTE, QUOTING, ROOT, rendered, with_dates
+from docs.generate.results import QUOTE, QUOTING, ROOT, all_results, rendered, with_dates
 
 from kvroute.types import InputError
-from kvroute_studies.shared.result_files import ResultFile, ResultTable, code_digests, read_results
+from kvroute_studies.shared.result_files import ResultFile, ResultTable, code_digests
 
-RESULTS = read_results()
+RESULTS = all_results()
 MADE = ResultFile(
     command="kvroute experiment some --seeds 2",
     date="2026-01-31",

@@ -41,8 +41,10 @@ class ResultFile(msgspec.Struct, frozen=True, kw_only=True):
     """Makes the results again."""
     date: str
     """Day of the run, YYYY-MM-DD."""
-    seeds: int
-    """Number of seeds, from 0."""
+    seeds: int = 0
+    """Number of seeds, from 0; a bench has none."""
+    machine: str = ""
+    """Where a bench ran; results of a simulation do not depend on it."""
     code: dict[str, str]
     """Digest by folder or file, as in `provenance.MODULES`."""
     tables: dict[str, ResultTable] = {}
