@@ -1,7 +1,7 @@
 """What the pages quote of benches: figures of their rows, in `bench/results/NAME.json` with the code behind them.
 
-`python -m bench.all NAME --write` writes a file, `python -m docs.generate.results` the pages. Files without digests have
-figures from before there were result files.
+`python -m bench.all NAME --write` writes a file, `python -m docs.generate.results` the pages. Files without digests
+have figures from before there were result files.
 """
 
 from __future__ import annotations
