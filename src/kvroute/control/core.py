@@ -191,7 +191,7 @@ class Control:
 
     @property
     def aggregated_instances(self) -> list[str]:
-        """Names of the instances that the policy may let serve a request alone in place of a pair."""
+        """Names of the instances that the policy may let serve a request aggregated, in place of a pair."""
         return [self._state.cluster.instances[index].name for index in self._state.dispatcher.pairing.aggregated_ids]
 
     def learned(self, at: float) -> tuple[TierLearned, ...] | None:

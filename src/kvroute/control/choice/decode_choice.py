@@ -105,8 +105,11 @@ class DecodeChoice:
     def choose_aggregated(
         self, request: Request, model: str, at: float, avoid: Avoided
     ) -> tuple[PoolKey, DecodePick] | Reject:
-        """Choose the instance that prefills and decodes a request alone, without a KV transfer. The instances of a
-        protocol are tried if those of the protocols before are down or full. Those that have failed it come last."""
+        """Choose the instance that serves a request aggregated: it prefills and decodes, without a KV transfer.
+
+        The instances of a protocol are tried if those of the protocols before are down or full. Those that have failed
+        the request come last.
+        """
         refused = Reject(request.id, "no decode instance is up")
         keys = [key for key in self._view.decode if key[0] == model]
         for key, shunned in [(key, shunned) for shunned in avoid.rounds() for key in keys]:

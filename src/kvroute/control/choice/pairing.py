@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvroute.control.booking import Avoided
-from kvroute.control.choice.alone_offers import AggregatedOfferBuilder
+from kvroute.control.choice.aggregated_offers import AggregatedOfferBuilder
 from kvroute.control.offers import DecodePick, Offer
 from kvroute.control.state.pool import DecodePool
 from kvroute.control.state.transfer_tracker import TransferTracker
@@ -70,7 +70,7 @@ class Pairing:
         return [index for index in ids if self._separable[instances[index].model]]
 
     def choose(self, offered: Offer) -> PairPick | AggregatedPick | Reject:
-        """Return the prefill instance, or an instance that serves the request alone.
+        """Return the prefill instance, or an instance that serves the request aggregated.
 
         Waits for prefill and transfers are compared as long as recent ones of the model were, relative to their
         predictions.

@@ -86,12 +86,12 @@ def _decode_failed(state: CoreState, event: DecodeFailed) -> tuple[Decision, ...
         raise InputError(f"decode of request {event.request_id} is not in progress", hint=_ONCE)
     if booking.source == GONE:
         return _again(state, booking, booking.target, event.at)
-    alone = booking.source == booking.target
+    aggregated = booking.source == booking.target
     both_on_arrival = booking.both_on_arrival or state.cluster.instances[booking.source].traits.concurrent_legs
     if event.kv_lost and state.reservations.is_offloaded(booking):
         booking.at_home = True  # the WAN path failed, neither of the two instances
         return _again(state, booking, None, event.at)
-    if event.kv_lost or alone or both_on_arrival:
+    if event.kv_lost or aggregated or both_on_arrival:
         return _again(state, booking, booking.target, event.at)
     state.reservations.release_decode(booking, event.at)
     booking.exclude(booking.target)

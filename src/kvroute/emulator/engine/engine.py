@@ -1,7 +1,7 @@
 """One engine's prompts, KV memory and batch, timed by the simulator's models. It uses no sockets and no event loop.
 
 A request is an `EngineSequence` that its owner moves from stage to stage: `prefill`, then either `hold` until a
-decode leg fetches the KV, or `reserve` and `transfer_done`. A decode instance that serves a request alone uses
+decode leg fetches the KV, or `reserve` and `transfer_done`. A decode instance that serves a request aggregated uses
 `reserve` and `prefill_beside`. `leave` is valid at any stage and releases everything.
 """
 

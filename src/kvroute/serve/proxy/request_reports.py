@@ -101,15 +101,15 @@ class RequestReports:
 
     def first_token(self, decision: Decode, ttft: TtftBreakdown, now: float, exemplar: tuple[str, str] | None) -> None:
         """Report that the client has the first byte of its stream."""
-        alone = decision.source == decision.target
+        aggregated = decision.source == decision.target
         protocol = self.engines[decision.target].instance.protocol
-        self.metrics.first_token("aggregated" if alone else protocol, ttft, exemplar)
-        self.dashboard.first_token(ttft, now, tier=None if alone else decision.tier, kv_bytes=decision.kv_bytes)
+        self.metrics.first_token("aggregated" if aggregated else protocol, ttft, exemplar)
+        self.dashboard.first_token(ttft, now, tier=None if aggregated else decision.tier, kv_bytes=decision.kv_bytes)
 
     def whole_answer(self, decision: Decode, now: float) -> None:
         """Report that the client has its complete, unstreamed response, whose first token cannot be observed."""
-        alone = decision.source == decision.target
-        self.dashboard.whole_answer(now, tier=None if alone else decision.tier, kv_bytes=decision.kv_bytes)
+        aggregated = decision.source == decision.target
+        self.dashboard.whole_answer(now, tier=None if aggregated else decision.tier, kv_bytes=decision.kv_bytes)
 
     def leg_failed(self, leg: Leg, instance: str, kind: str, why: str, request_id: bytes) -> None:
         """Report the failure of a leg."""

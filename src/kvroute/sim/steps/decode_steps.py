@@ -49,7 +49,7 @@ class DecodeSteps:
         self._ranks.update(dict.fromkeys(members, ranks))
 
     def add_prompt(self, target: int, request: int, cached_tokens: int) -> None:
-        """Let an instance compute the prompt of a request that it serves alone."""
+        """Let an instance compute the prompt of a request that it serves aggregated."""
         traced = self._trace[request]
         prompt = WaitingPrompt(request, traced.input_tokens, traced.output_tokens, cached_tokens)
         self._plan_step(target, self._fleet.decode[target].prompt_arrived(self._agenda.now, prompt))

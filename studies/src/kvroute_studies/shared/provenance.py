@@ -73,7 +73,7 @@ UNCOUNTED = (
 records, and what agents of real servers send."""
 FORESIGHT = (
     "kvroute/policies/foresight/*",
-    "kvroute/control/choice/alone_offers.py",
+    "kvroute/control/choice/aggregated_offers.py",
     "kvroute/control/learning/learned_capacity.py",
     "kvroute/control/choice/pairing.py",
     "kvroute/control/state/transfer_table.py",
