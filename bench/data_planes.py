@@ -85,7 +85,9 @@ def transfers(nixl: bool) -> dict[str, float]:
         began = time.perf_counter()
         np.copyto(target, source)
         copies.append(time.perf_counter() - began)
-    rates = {name: NBYTES / statistics.median(each[WARM:]) for name, each in (("rate", seconds), ("copy", copies))}
+    rates = {
+        name: NBYTES / statistics.median(measured[WARM:]) for name, measured in (("rate", seconds), ("copy", copies))
+    }
     return rates | {"nixl_share": read / NBYTES / TRANSFERS}
 
 

@@ -109,7 +109,7 @@ def decisions(decode: int, in_flight: int, name: str, calls: int) -> dict[str, o
         assert isinstance(choice, Choice)
         simulated += float(choice.terms.parts["simulated"].sum())
         left = driver.table.left_bytes(driver.now)
-        ended = min(left, key=lambda each: (left[each], each))
+        ended = min(left, key=lambda flow: (left[flow], flow))
         start = time.perf_counter_ns()
         driver.table.finished(driver.now, ended)
         driver.start(source, choice.index, float(pool.kv_bytes[choice.index]))  # type: ignore[attr-defined]
@@ -163,9 +163,9 @@ def _plain_us(driver: Driver) -> float:
         hops = path_of(source, target, int(links.tier[source, target]), links.attached, links.wan, scratch)
         return [int(link) for link in scratch[:hops]]
 
-    for each in range(driver.in_flight):
+    for number in range(driver.in_flight):
         ends = driver.draw.choice(driver.sources), int(driver.draw.choice(driver.targets))
-        network.start(each, path(*ends), driver.draw.uniform(1e9, 6e9))
+        network.start(number, path(*ends), driver.draw.uniform(1e9, 6e9))
     taken = []
     for _ in range(PLAIN_CALLS):
         source = driver.draw.choice(driver.sources)

@@ -133,7 +133,7 @@ def main() -> None:
         parser.error(f"no number of gateways is simulated with --sync-ms {unknown[0]:g}: use 0, 5, 50 or 500")
     delays_s = None if options.sync_ms is None else [1e-3 * delay for delay in options.sync_ms]
     by_seed = measured(options.policy or POLICIES, options.seeds, delays_s, options.workers)
-    found = {kind: statistics.mean(each) for kind, each in by_seed.items()}
+    found = {kind: statistics.mean(ratios) for kind, ratios in by_seed.items()}
     if options.figure is not None:
         draw(options.figure, found)
     note = f"{REQUESTS} requests, {options.seeds} seeds, {CLUSTER.name}; peer: one gateway"

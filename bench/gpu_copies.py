@@ -91,7 +91,7 @@ def cache(on_gpu: bool) -> Sequence[Region]:
         shape = (TRANSFER_BLOCKS, BLOCK_BYTES)
         return [StagedRegion(torch.randint(256, shape, dtype=torch.uint8, device="cuda")) for _ in range(REGIONS)]
     caches = (np.ones(TRANSFER_BLOCKS * BLOCK_BYTES, np.uint8) for _ in range(REGIONS))
-    return [HostRegion.of(each, BLOCK_BYTES, BLOCK_BYTES) for each in caches]
+    return [HostRegion.of(of_rank, BLOCK_BYTES, BLOCK_BYTES) for of_rank in caches]
 
 
 def memory(regions: Sequence[Region], nixl: bool) -> SharedMemory | None:

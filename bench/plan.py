@@ -27,7 +27,7 @@ def figures() -> dict[str, float]:
     problem = read_problem(SPEC)
     deployments = [deployment(find(problem, kind), kind) for kind in KINDS]
     optimum_s = time.perf_counter() - start_s
-    assert all(each.lambda_max_per_s > 0 for each in deployments)
+    assert all(planned.lambda_max_per_s > 0 for planned in deployments)
     start_s = time.perf_counter()
     make_plan(problem)
     return {"optimum_s": optimum_s, "plan_s": time.perf_counter() - start_s, **process_figures()}

@@ -123,7 +123,7 @@ def plane_figures(ranks: int, rounds: int, in_kernel: bool) -> dict[str, float]:
         for rank in range(ranks):
             words = ("--rank", f"{found.switch_address(rank)}:{PORT}", rank, ranks, rounds)
             group.append(start(found.host(rank), "-m", "bench.switch", *map(str, words)))
-        seconds = [json.loads(each.communicate(timeout=300)[0])["s"] for each in group]
+        seconds = [json.loads(process.communicate(timeout=300)[0])["s"] for process in group]
     return {"packets_per_s": rounds * ranks * VALUES // 256 / max(seconds)}
 
 
@@ -198,8 +198,8 @@ def kernel_rows(repeats: int) -> list[Row]:
             measure=f"switch in the kernel, {ranks} ranks, 1 MB tensors",
             unit="packets/s",
             better="higher",
-            ours=median([each[0] for each in planes], "packets_per_s"),
-            peer=median([each[1] for each in planes], "packets_per_s"),
+            ours=median([plane[0] for plane in planes], "packets_per_s"),
+            peer=median([plane[1] for plane in planes], "packets_per_s"),
             peer_name="switch in Python",
         )
         found.append(row)

@@ -104,7 +104,7 @@ def simulated(cell: Cell) -> Found:
 def measured(seeds: int, workers: int | None) -> dict[tuple[tuple[Stream, ...], bool, bool], Found]:
     """Return the mean over the seeds of each kind of simulation."""
     kinds = [(TWO, False, False), (TWO, True, False), (TWO[1:], False, False)]
-    kinds += [((Stream(each, 8_000),), False, slo) for each in LOADS for slo in (False, True)]
+    kinds += [((Stream(load, 8_000),), False, slo) for load in LOADS for slo in (False, True)]
     kinds += [((Stream(LOADS[-1], 8_000),), True, False)]
     cells = [Cell(*kind, seed) for kind in kinds for seed in range(seeds)]
     with ProcessPoolExecutor(max_workers=workers) as pool:

@@ -62,10 +62,10 @@ def outcome(found: Star, options: tuple[str, ...], loss: float, rounds: int) -> 
                 sys.exit(f"{data_plane}, loss {loss:.0%}: {error.strip()}")
             done.append(json.loads(printed.splitlines()[-1]))
         seconds = time.perf_counter() - began
-    digests = {each["hash"] for each in done}
-    if len(digests) != 1 or any(each["attempts"] != 1 for each in done):
+    digests = {outcome["hash"] for outcome in done}
+    if len(digests) != 1 or any(outcome["attempts"] != 1 for outcome in done):
         sys.exit(f"{data_plane}, loss {loss:.0%}: the workers' results differ, or a worker joined again")
-    again = sum(each["sent_again"] for each in done)
+    again = sum(outcome["sent_again"] for outcome in done)
     return Outcome(data_plane, loss, rounds, seconds, found.lost - before, again, digests.pop())
 
 
@@ -80,15 +80,15 @@ def main() -> None:
         for loss in LOSSES:
             found.lose(loss)
             outcomes += [outcome(found, options, loss, given.rounds) for options in (tuple(xdp(found)), ())]
-    if len({each.digest for each in outcomes}) != 1:
+    if len({trial.digest for trial in outcomes}) != 1:
         sys.exit("the results of the data planes, or of the losses, differ")
     if given.json:
-        print(json.dumps([asdict(each) for each in outcomes], indent=1))
+        print(json.dumps([asdict(trial) for trial in outcomes], indent=1))
         return
     drawn = Table("data plane", "loss", "aggregations", "seconds", "packets lost", "packets sent again")
-    for each in outcomes:
-        numbers = (f"{each.rounds:,}", f"{each.seconds:.0f}", f"{each.lost:,}", f"{each.sent_again:,}")
-        drawn.add_row(each.data_plane, f"{each.loss:.0%}", *numbers)
+    for trial in outcomes:
+        numbers = (f"{trial.rounds:,}", f"{trial.seconds:.0f}", f"{trial.lost:,}", f"{trial.sent_again:,}")
+        drawn.add_row(trial.data_plane, f"{trial.loss:.0%}", *numbers)
     Console().print(drawn)
 
 

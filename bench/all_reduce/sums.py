@@ -33,9 +33,9 @@ def expected(number: int, workers: int, values: int, dtype: str) -> npt.NDArray[
     if dtype == "int32":
         total: npt.NDArray[np.generic] = np.sum(tensors, axis=0, dtype=np.int32)
         return total
-    chunks = [split(each) for each in tensors]
-    common = np.max([exponents(each) for each in chunks], axis=0)
-    sums = np.asarray(np.sum([to_fixed(each, common, workers) for each in chunks], axis=0, dtype=np.int32))
+    chunks = [split(part) for part in tensors]
+    common = np.max([exponents(chunk) for chunk in chunks], axis=0)
+    sums = np.asarray(np.sum([to_fixed(chunk, common, workers) for chunk in chunks], axis=0, dtype=np.int32))
     return merge(to_float(sums, common, workers, dtype), (values,))
 
 

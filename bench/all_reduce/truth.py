@@ -166,9 +166,9 @@ def _measure(found: Star, case: Case, folder: Path, sizes: tuple[int, ...], roun
     for process, (_, error) in zip(ranks, outputs, strict=True):
         assert process.returncode == 0, error
     results = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
-    assert all(set(each["calls"]) == {case.scheme} for each in results), "no rank fell back"
-    slowest = {size: zip(*(each["seconds"][str(size)] for each in results), strict=True) for size in sizes}
-    return {size: statistics.median(max(each) for each in times) for size, times in slowest.items()}
+    assert all(set(result["calls"]) == {case.scheme} for result in results), "no rank fell back"
+    slowest = {size: zip(*(result["seconds"][str(size)] for result in results), strict=True) for size in sizes}
+    return {size: statistics.median(max(seconds) for seconds in times) for size, times in slowest.items()}
 
 
 @contextmanager
@@ -185,9 +185,9 @@ def _kv_transfer(found: Star) -> Iterator[None]:
     try:
         yield
     finally:
-        for each in (source, sink):
-            each.kill()
-            each.wait()
+        for process in (source, sink):
+            process.kill()
+            process.wait()
 
 
 def rows(done: Sequence[Cell]) -> list[Row]:

@@ -85,7 +85,7 @@ def decode_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tens
     while batch * KV_HEADS * splits < PROGRAMS and tokens // (2 * splits) >= SPLIT_TOKENS_MIN:
         splits *= 2
     query = query.reshape(batch, KV_HEADS, 1, GROUP, HEAD).expand(-1, -1, splits, -1, -1)
-    parts = [each.view(batch, KV_HEADS * splits, -1, HEAD) for each in (keys, values)]
+    parts = [cache.view(batch, KV_HEADS * splits, -1, HEAD) for cache in (keys, values)]
     found = torch.ops.aten._scaled_dot_product_flash_attention(query.reshape(batch, -1, GROUP, HEAD), *parts)
     attended, weight = found[0].view(batch, KV_HEADS, splits, GROUP, HEAD), found[1]
     share = weight.view(batch, KV_HEADS, splits, GROUP, 1).softmax(2)
@@ -157,7 +157,9 @@ class Model:
             keys.index_copy_(2, at, key[:, :, :batch].transpose(0, 2))
             values.index_copy_(2, at, value[:, :, :batch].transpose(0, 2))
             decoded = decode_attention(query[:, :, :batch].transpose(0, 2), keys, values)
-            whole = [torch.cat(each, 2) for each in zip(earlier, (key[:, :, batch:], value[:, :, batch:]), strict=True)]
+            whole = [
+                torch.cat(halves, 2) for halves in zip(earlier, (key[:, :, batch:], value[:, :, batch:]), strict=True)
+            ]
             prompt = chunk_attention(query[:, :, batch:], *whole)
             x = self.after(x, torch.cat((decoded.transpose(0, 1), prompt), 1), layer)
         last = torch.cat((x[0, :batch], x[0, -1:]))

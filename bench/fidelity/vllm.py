@@ -110,7 +110,7 @@ class Processes:
         busy = [int(word) for word in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
         all_s = (sum(busy) - busy[3] - busy[4]) / _TICKS
         own_s = by_session.get(os.getsid(0), 0.0)
-        return cls(own_s, sum(by_session.get(each, 0.0) for each in servers), all_s)
+        return cls(own_s, sum(by_session.get(server, 0.0) for server in servers), all_s)
 
 
 def measured_loads(requests: int, loads: Sequence[float], seed: int, nice: int) -> tuple[list[Load], str]:
@@ -172,7 +172,7 @@ class Model:
 
     def scaled(self, probe: Probe) -> Model:
         """Return the model with other times. Args: `probe`: their factors."""
-        idle, loaded = (scaled(each, probe.prefill_s, probe.decode_s) for each in (self.idle, self.loaded))
+        idle, loaded = (scaled(times, probe.prefill_s, probe.decode_s) for times in (self.idle, self.loaded))
         return replace(self, idle=idle, loaded=loaded)
 
     def predictions(self, trace: Trace) -> dict[str, Times]:
@@ -234,7 +234,7 @@ def rows(found: Sequence[Load]) -> list[Row]:
         for what, unit, of in (("TTFT", "s", ttft_s), ("TPOT", "s", tpot_s)):
             live, model = of(load.measured), of(load.simulated)
             for name, share in (("median", 50.0), ("p95", 95.0)):
-                ours, peer = (float(np.percentile(each, share)) for each in (live, model))
+                ours, peer = (float(np.percentile(samples, share)) for samples in (live, model))
                 made.append(_row(f"{name} {what} {at}", unit, ours, peer))
                 if name == "median":
                     error = 100 * abs(peer / ours - 1)

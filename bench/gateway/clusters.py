@@ -68,7 +68,7 @@ def reached(
     """Return the file with an endpoint for every instance, requested in the file's order, and a `gateway` section."""
     file = expand(file)
     assert isinstance(file.instances, list)
-    instances = [msgspec.structs.replace(one, endpoint=endpoint(one)) for one in file.instances]
+    instances = [msgspec.structs.replace(instance, endpoint=endpoint(instance)) for instance in file.instances]
     return msgspec.structs.replace(file, instances=instances, gateway=dict(gateway))
 
 

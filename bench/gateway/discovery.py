@@ -184,8 +184,8 @@ def core(engines: int, requests: int, count: int) -> tuple[float, float]:
     found = [_discovered(entry(number, 8000, 0)) for number in range(engines)]
     joined = admitted(base, {}, found)[0]
     control.handle(ClusterChanged(0.0, joined))
-    for each in found:
-        control.handle(InstanceUp(0.0, each.name))
+    for engine in found:
+        control.handle(InstanceUp(0.0, engine.name))
     for number in range(requests):
         at, blocks = 1.0 + number * 1e-4, tuple(range(number * 100, number * 100 + 40))
         request = Request(id=number, input_tokens=640, blocks=blocks, block_tokens=16, max_output_tokens=64)

@@ -53,8 +53,8 @@ def cluster_of(place: Place, *, split: bool) -> Path:
     file = served(place.prefill, place.decode, section)
     assert isinstance(file.instances, list)
     if not split:
-        rest = [one for one in file.instances if one.role != "prefill"]
-        both = [msgspec.structs.replace(one, role="both") for one in rest]
+        rest = [instance for instance in file.instances if instance.role != "prefill"]
+        both = [msgspec.structs.replace(instance, role="both") for instance in rest]
         file = msgspec.structs.replace(file, instances=both)
     return write(file, place.folder)
 
@@ -138,7 +138,7 @@ def trials(rounds: int, seconds: float) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def _median(results: Sequence[Mapping[str, Any]], value: Callable[[Mapping[str, Any]], float]) -> float:
-    return statistics.median(value(one) for one in results)
+    return statistics.median(value(result) for result in results)
 
 
 def rows(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Row]:
@@ -147,14 +147,14 @@ def rows(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Row]:
     bare_us = _median(results[BARE], _picker_us)
     for name in (ALONE, SPLIT):
         picker_us = _median(results[name], _picker_us)
-        envoy_us = _median(results[name], lambda one: one["closed"]["cpu_us_of_each"][0])
+        envoy_us = _median(results[name], lambda result: result["closed"]["cpu_us_of_each"][0])
         made += [
             Row(
                 measure=f"choices/s, one core with Envoy: {name}",
                 unit="1/s",
                 better="higher",
-                ours=_median(results[name], lambda one: one["closed"]["answers_per_s"]),
-                peer=_median(results[GATEWAY], lambda one: one["closed"]["answers_per_s"]),
+                ours=_median(results[name], lambda result: result["closed"]["answers_per_s"]),
+                peer=_median(results[GATEWAY], lambda result: result["closed"]["answers_per_s"]),
                 peer_name="kvroute's gateway, requests/s",
             ),
             Row(
@@ -170,8 +170,8 @@ def rows(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Row]:
                 measure=f"CPU per request: {name}",
                 unit="us",
                 better="lower",
-                ours=_median(results[name], lambda one: one["closed"]["cpu_us_per_answer"]),
-                peer=_median(results[GATEWAY], lambda one: one["closed"]["cpu_us_per_answer"]),
+                ours=_median(results[name], lambda result: result["closed"]["cpu_us_per_answer"]),
+                peer=_median(results[GATEWAY], lambda result: result["closed"]["cpu_us_per_answer"]),
                 peer_name="kvroute's gateway",
             ),
         ]
@@ -180,8 +180,8 @@ def rows(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Row]:
             measure="CPU per streamed chunk: Envoy and picker",
             unit="us",
             better="lower",
-            ours=_median(results[SPLIT], lambda one: one["streams"]["cpu_us_per_chunk"]),
-            peer=_median(results[GATEWAY], lambda one: one["streams"]["cpu_us_per_chunk"]),
+            ours=_median(results[SPLIT], lambda result: result["streams"]["cpu_us_per_chunk"]),
+            peer=_median(results[GATEWAY], lambda result: result["streams"]["cpu_us_per_chunk"]),
             peer_name="kvroute's gateway",
             note=f"picker alone: {_median(results[SPLIT], _picker_us_per_chunk):.2f} us",
         )

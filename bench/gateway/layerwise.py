@@ -78,13 +78,16 @@ def compared(course: Course, mode: Mode, folder: Path) -> Comparison:
 
 def by_length(ttft_s: Sequence[float | None]) -> list[float]:
     """Return the median of every length, in the order of TOKENS."""
-    return [statistics.median(one for one in ttft_s[k :: len(TOKENS)] if one is not None) for k in range(len(TOKENS))]
+    return [
+        statistics.median(seconds for seconds in ttft_s[k :: len(TOKENS)] if seconds is not None)
+        for k in range(len(TOKENS))
+    ]
 
 
 def rows(comparisons: dict[Mode, Comparison], course: Course) -> list[Row]:
     """Return the times of both modes by length, live and simulated, and their ratio."""
     live, simulated = (
-        {mode: by_length(getattr(one, half).ttft_s) for mode, one in comparisons.items()}
+        {mode: by_length(getattr(comparison, half).ttft_s) for mode, comparison in comparisons.items()}
         for half in ("live", "predicted")
     )
     made = []
@@ -106,7 +109,7 @@ def rows(comparisons: dict[Mode, Comparison], course: Course) -> list[Row]:
             note=f"{each}; link {course.gbps:g} Gbps; all times of the example / {course.speed:g}",
         )
     )
-    off = max(abs(one / other - 1.0) for one, other in zip(ratios, due, strict=True))
+    off = max(abs(first / other - 1.0) for first, other in zip(ratios, due, strict=True))
     worst = "the ratio live against simulated: off by at most"
     made.append(Row(measure=worst, unit="%", better="lower", ours=100 * off, target=100 * WITHIN))
     return made

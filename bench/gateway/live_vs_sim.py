@@ -58,16 +58,17 @@ def compared(live_spec: LiveComparisonSpec) -> Comparison:
 def rows(comparisons: Sequence[Comparison]) -> list[Row]:
     """Return the difference of the medians by policy, and the live parts of TTFT with the predicted ones."""
     made = []
-    for one in comparisons:
-        live, predicted = one.live, one.predicted
-        what = f"{one.policy}, {len(live.ttft_s)} requests"
-        note = f"{one.policy}: {live.answered} answered; a request's own TTFT is {100 * one.apart:.1f} % off (median)"
+    for comparison in comparisons:
+        live, predicted = comparison.live, comparison.predicted
+        what = f"{comparison.policy}, {len(live.ttft_s)} requests"
+        own = f"a request's own TTFT is {100 * comparison.apart:.1f} % off (median)"
+        note = f"{comparison.policy}: {live.answered} answered; {own}"
         pairs = [("median TTFT", live.ttft_p50_s, predicted.ttft_p50_s, note)]
         pairs += [(f"of the mean {part}", live.parts_s[part], predicted.parts_s[part], "") for part in SHOWN_PARTS]
         for measure, ours, peer, remark in pairs:
             row = Row(measure=f"{measure}, {what}", unit="s", better="lower", ours=ours, note=remark)
             made.append(msgspec.structs.replace(row, peer=peer, peer_name="simulated"))
-        off, target = 100 * abs(one.off), 100 * WITHIN
+        off, target = 100 * abs(comparison.off), 100 * WITHIN
         made.append(Row(measure=f"median TTFT, {what}: off by", unit="%", better="lower", ours=off, target=target))
     if len(comparisons) > 1:
         made.append(_gain(comparisons[0], comparisons[-1]))
@@ -119,7 +120,7 @@ def main() -> None:
         ]
     except Failed as failed:
         sys.exit(str(failed))
-    show(rows(comparisons), given.json, {one.policy: text(one) for one in comparisons})
+    show(rows(comparisons), given.json, {comparison.policy: text(comparison) for comparison in comparisons})
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class Worker:
         while True:
             due += self.pace.tick_s / SPREAD
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            for connection in [one for one in self.streaming if one.group == turn]:
+            for connection in [streaming for streaming in self.streaming if streaming.group == turn]:
                 connection.send_chunk()
             turn = (turn + 1) % SPREAD
 
@@ -366,7 +366,9 @@ async def serve(prefill: int, decode: int, pace: Pace, seed: int) -> None:
         await engine.listen()
         worker.engines[engine.port] = engine
     control = await asyncio.get_running_loop().create_server(lambda: ControlConnection(worker, tasks), "127.0.0.1", 0)
-    ports = {role: [port for port, one in worker.engines.items() if one.role == role] for role in ("prefill", "decode")}
+    ports = {
+        role: [port for port, client in worker.engines.items() if client.role == role] for role in ("prefill", "decode")
+    }
     print(json.dumps({**ports, "control": control.sockets[0].getsockname()[1]}), flush=True)
     await worker.tick()
 

@@ -82,13 +82,13 @@ def compared(course: Course, mode: Mode, folder: Path) -> Comparison:
 def by_length(ttft_s: Sequence[float | None]) -> list[float]:
     """Return the median of the second prompts of every length, in the order of PREFIXES."""
     second, step = ttft_s[1::2], len(PREFIXES)
-    return [statistics.median(one for one in second[k::step] if one is not None) for k in range(step)]
+    return [statistics.median(seconds for seconds in second[k::step] if seconds is not None) for k in range(step)]
 
 
 def rows(comparisons: dict[Mode, Comparison], course: Course) -> list[Row]:
     """Return the times of both modes by length, live and simulated, and the time saved."""
     live, simulated = (
-        {mode: by_length(getattr(one, half).ttft_s) for mode, one in comparisons.items()}
+        {mode: by_length(getattr(comparison, half).ttft_s) for mode, comparison in comparisons.items()}
         for half in ("live", "predicted")
     )
     made = []

@@ -191,9 +191,9 @@ def free_ports(count: int) -> list[int]:
     """Return loopback ports that were just free, for programs that cannot choose their own."""
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in held:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in held]
+        for sock in held:
+            sock.bind(("127.0.0.1", 0))
+        return [int(sock.getsockname()[1]) for sock in held]
 
 
 async def served(ready: Path, program: Program) -> dict[str, str]:

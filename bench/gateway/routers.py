@@ -99,8 +99,8 @@ def described(names: Sequence[str]) -> dict[str, str]:
 def figure(trials_: Sequence[Trial], load: str, *path: str) -> list[float]:
     """Return one figure of all trials, without those that lack it."""
     values = []
-    for one in trials_:
-        value: Any = one[load]
+    for trial in trials_:
+        value: Any = trial[load]
         for key in path:
             value = value[key] if value is not None else None
         if value is not None:
@@ -179,7 +179,7 @@ def ranges(results: Mapping[str, Sequence[Trial]], splits: Mapping[str, str]) ->
             if series:
                 middle, low, high = statistics.median(series), min(series), max(series)
                 lines.append(f"  {name:20} {middle:9.4g}   {low:.4g} to {high:.4g}   n={len(series)}")
-    failed = [(name, load, one[load]["failed"]) for name in results for one in results[name] for load in LOADS]
+    failed = [(name, load, result[load]["failed"]) for name in results for result in results[name] for load in LOADS]
     lines += [f"{name}, {load}: failed {detail}" for name, load, detail in failed if detail]
     return "\n".join(lines)
 

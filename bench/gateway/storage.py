@@ -87,7 +87,7 @@ async def run_agents(session: aiohttp.ClientSession, url: str, agents: int, turn
     """Run agents with a first turn and `turns` more. Return the turns per second after the first ones, and the cached
     share of their prompt tokens. Raises Failed if a turn fails."""
     first = [first_prompt(agent) for agent in range(agents)]
-    contexts = await asyncio.gather(*(send_turn(session, url, each) for each in first))
+    contexts = await asyncio.gather(*(send_turn(session, url, turn) for turn in first))
     began = time.monotonic()
     counts = await asyncio.gather(*(_agent(session, url, context, turns) for context, _, _ in contexts))
     seconds = time.monotonic() - began
@@ -158,28 +158,28 @@ def rows(outcomes: list[Outcome], nics: str = "storage NICs") -> list[Row]:
     alone = outcomes[0]
     result = [
         Row(
-            measure=f"turns/s with {nics}, read path {each.reads}",
+            measure=f"turns/s with {nics}, read path {outcome.reads}",
             unit="/s",
             better="higher",
-            ours=each.turns_per_s,
+            ours=outcome.turns_per_s,
             peer=alone.turns_per_s,
             peer_name="prefill node alone",
-            target=2.0 * alone.turns_per_s if each.reads in ("shorter", "split") else None,
-            note=f"{100 * each.cached_share:.0f} % of the prompt tokens cached; "
-            f"the simulator predicts {each.predicted_per_s:.2f}/s, and {alone.predicted_per_s:.2f}/s for the peer",
+            target=2.0 * alone.turns_per_s if outcome.reads in ("shorter", "split") else None,
+            note=f"{100 * outcome.cached_share:.0f} % of the prompt tokens cached; "
+            f"the simulator predicts {outcome.predicted_per_s:.2f}/s, and {alone.predicted_per_s:.2f}/s for the peer",
         )
-        for each in outcomes[1:]
+        for outcome in outcomes[1:]
     ]
     result += [
         Row(
-            measure=f"bytes of the {nics}, maximum to mean, read path {each.reads}",
+            measure=f"bytes of the {nics}, maximum to mean, read path {outcome.reads}",
             unit="",
             better="lower",
-            ours=each.balance,
-            target=1.2 if each.reads in ("shorter", "split") else None,
-            note=", ".join(f"{name} {nbytes / 1e9:.3g} GB" for name, nbytes in each.read_bytes.items()),
+            ours=outcome.balance,
+            target=1.2 if outcome.reads in ("shorter", "split") else None,
+            note=", ".join(f"{name} {nbytes / 1e9:.3g} GB" for name, nbytes in outcome.read_bytes.items()),
         )
-        for each in outcomes
+        for outcome in outcomes
     ]
     return result
 

@@ -76,10 +76,10 @@ def trials(names: Sequence[str], rounds: int, seconds: float) -> tuple[dict[str,
 
 
 MEASURES: dict[str, tuple[str, Literal["higher", "lower"], Callable[[Mapping[str, Any]], float]]] = {
-    "requests/s, 32 connections": ("1/s", "higher", lambda one: one["requests"]["answers_per_s"]),
-    "chunks/s, 64 streams": ("1/s", "higher", lambda one: one["streams"]["chunks_per_s"]),
-    "CPU per request, 32 connections": ("us", "lower", lambda one: one["requests"]["cpu_us_per_answer"]),
-    "CPU of a streamed answer": ("us", "lower", lambda one: one["streams"]["cpu_us_per_answer"]),
+    "requests/s, 32 connections": ("1/s", "higher", lambda result: result["requests"]["answers_per_s"]),
+    "chunks/s, 64 streams": ("1/s", "higher", lambda result: result["streams"]["chunks_per_s"]),
+    "CPU per request, 32 connections": ("us", "lower", lambda result: result["requests"]["cpu_us_per_answer"]),
+    "CPU of a streamed answer": ("us", "lower", lambda result: result["streams"]["cpu_us_per_answer"]),
 }
 
 
@@ -88,8 +88,8 @@ def rows(results: Mapping[str, Sequence[Mapping[str, Any]]], missing: Mapping[st
     made = []
     for measure, (unit, better, value) in MEASURES.items():
         for peer in (ONE, PEER):
-            ours = [value(one) for one in results.get(SEVERAL, ())]
-            theirs = [value(one) for one in results.get(peer, ())]
+            ours = [value(result) for result in results.get(SEVERAL, ())]
+            theirs = [value(result) for result in results.get(peer, ())]
             made.append(
                 Row(
                     measure=f"{measure}, {WORKERS} workers",

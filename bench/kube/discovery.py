@@ -58,7 +58,7 @@ def pod(number: int, nodes: int) -> dict[str, Any]:
         "name": "engine",
         "image": "vllm/vllm-openai:v0.11.0",
         "args": ["--model", "meta-llama/Llama-3.1-8B", "--port", "8000", "--kv-transfer-config", transfer],
-        "env": [{"name": f"SETTING_{each}", "value": f"value-{each}"} for each in range(20)],
+        "env": [{"name": f"SETTING_{index}", "value": f"value-{index}"} for index in range(20)],
         "ports": [{"name": "http", "containerPort": 8000}],
         "readinessProbe": probe,
         "livenessProbe": probe,
@@ -237,7 +237,7 @@ def _rows(ours: list[Figures], peer: list[Figures], size: str, missing: str) -> 
 
     def row(measure: str, unit: str, field: str, scale: float = 1.0, target: float | None = None) -> Row:
         def middle(figures: list[Figures]) -> float | None:
-            values = [getattr(each, field) for each in figures]
+            values = [getattr(figure, field) for figure in figures]
             return round(scale * median(values), 3) if values else None
 
         return Row(
@@ -251,8 +251,8 @@ def _rows(ours: list[Figures], peer: list[Figures], size: str, missing: str) -> 
             note=f"medians of {len(ours)} rounds; the API server is the tests' one",
         )
 
-    visible = [second for each in ours for second in each.visible_s]
-    others = [second for each in peer for second in each.visible_s]
+    visible = [second for trial in ours for second in trial.visible_s]
+    others = [second for trial in peer for second in trial.visible_s]
     return [
         row("from cold until all is known", "s", "synced_s"),
         row("CPU time of this", "s", "cpu_s"),

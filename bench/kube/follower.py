@@ -44,9 +44,9 @@ async def follow(url: str, pods: int, folder: Path) -> None:
 
     def report(engines: tuple[Discovered, ...]) -> None:
         now_s, first = time.time(), not known
-        changed = [each.name for each in engines if known.get(each.name) is not each]
+        changed = [engine.name for engine in engines if known.get(engine.name) is not engine]
         known.clear()
-        known.update((each.name, each) for each in engines)
+        known.update((engine.name, engine) for engine in engines)
         if first and len(engines) == pods:
             spent_s = time.process_time() - cpu_s
             tell(synced_s=now_s - begun_s, cpu_s=spent_s, rss_mb=rss_mb(), imported_mb=before_mb)

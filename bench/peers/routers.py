@@ -16,7 +16,7 @@ BOOTSTRAP_PORT = 8998
 
 def vllm_router(port: int, metrics_port: int, prefill: Sequence[int], decode: Sequence[int]) -> list[str]:
     """Return vllm-router with vLLM's NIXL protocol: prefill first, its `kv_transfer_params` go to decode."""
-    legs = [argument for one in prefill for argument in ("--prefill", _url(one))]
+    legs = [argument for prefill_engine in prefill for argument in ("--prefill", _url(prefill_engine))]
     return _command("vllm-router", port, metrics_port, ["--vllm-pd-disaggregation", *legs], decode, "error")
 
 
@@ -28,7 +28,9 @@ def sglang_router(
     bootstrap_port: int = BOOTSTRAP_PORT,
 ) -> list[str]:
     """Return sglang-router with SGLang's protocol: both legs at once, connected by a bootstrap room."""
-    legs = [argument for one in prefill for argument in ("--prefill", _url(one), str(bootstrap_port))]
+    legs = [
+        argument for prefill_engine in prefill for argument in ("--prefill", _url(prefill_engine), str(bootstrap_port))
+    ]
     return _command("sglang-router", port, metrics_port, ["--pd-disaggregation", *legs], decode, "error")
 
 
@@ -37,7 +39,7 @@ def _command(
 ) -> list[str]:
     listen = ["--host", "127.0.0.1", "--port", str(port)]
     metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
-    targets = [argument for one in decode for argument in ("--decode", _url(one))]
+    targets = [argument for decode_engine in decode for argument in ("--decode", _url(decode_engine))]
     # Routers check whether workers are up; with the default of 30 s, the first check would decide the start.
     start = ["--worker-startup-check-interval", "1"]
     launch = ["launch"] if program == "sglang-router" else []

@@ -47,11 +47,11 @@ class StorageNics:
             built.callback(_remove, self._device)
             self._join_outside(router)
             self._namespaces = [built.enter_context(namespace()) for _ in range(self.nodes)]
-            for number, each in enumerate(self._namespaces):
-                with inside(each):
+            for number, space in enumerate(self._namespaces):
+                with inside(space):
                     run("ip", "link", "set", "lo", "up")
-                self._join_store(number, each)
-                self._join_router(number, each, router)
+                self._join_store(number, space)
+                self._join_router(number, space, router)
             self._stack = built.pop_all()
         return self
 
@@ -81,8 +81,8 @@ class StorageNics:
     def received_bytes(self) -> list[int]:
         """Return the bytes that each storage NIC has received from the store, with all headers."""
         found = []
-        for each in self._namespaces:
-            with inside(each):
+        for space in self._namespaces:
+            with inside(space):
                 (device,) = json.loads(run("ip", "-stats", "-json", "link", "show", "dev", "snic"))
             found.append(int(device["stats64"]["rx"]["bytes"]))
         return found

@@ -50,8 +50,8 @@ def outcomes(agents: int, rounds: int) -> list[Outcome]:
 
 def rows(found: list[Outcome], agents: int) -> list[Row]:
     """Return the throughput of each read path, compared with the prefill node alone, and the balance of the NICs."""
-    by_path = {reads: [each for each in found if each.reads == reads] for reads in READS}
-    rates = {reads: statistics.median(agents / each.seconds for each in own) for reads, own in by_path.items()}
+    by_path = {reads: [trial for trial in found if trial.reads == reads] for reads in READS}
+    rates = {reads: statistics.median(agents / trial.seconds for trial in own) for reads, own in by_path.items()}
     result = [
         Row(
             measure=f"turns/s of real vLLM, read path {reads}",
@@ -69,7 +69,7 @@ def rows(found: list[Outcome], agents: int) -> list[Row]:
             measure=f"bytes of the storage NICs, maximum to mean, read path {reads}",
             unit="",
             better="lower",
-            ours=statistics.median(each.balance for each in by_path[reads]),
+            ours=statistics.median(trial.balance for trial in by_path[reads]),
             target=1.2,
             note=", ".join(f"{nbytes / 1e6:.0f} MB" for nbytes in by_path[reads][-1].read_bytes),
         )

@@ -60,7 +60,7 @@ def trial(given: argparse.Namespace) -> list[Round]:
     with course(NamedTestbed(f"p{os.getpid() % 10**7}"), READINGS[given.reading], build) as up:
         rounds = {name: up.play(name, PREFILL, trace) for name in (*POLICIES[first:], *POLICIES[:first])}
     live_specs = [LiveComparisonSpec(READINGS[given.reading], trace, name, PREFILL, given.seed) for name in POLICIES]
-    return [msgspec.structs.replace(rounds[each.policy], simulated=simulated(each)) for each in live_specs]
+    return [msgspec.structs.replace(rounds[spec.policy], simulated=simulated(spec)) for spec in live_specs]
 
 
 def simulated(live_spec: LiveComparisonSpec) -> Half:
@@ -73,12 +73,12 @@ def simulated(live_spec: LiveComparisonSpec) -> Half:
     first = drawn[0]
     return msgspec.structs.replace(
         first,
-        ttft_p50_s=mean(one.ttft_p50_s for one in drawn),
-        ttft_p90_s=mean(one.ttft_p90_s for one in drawn),
-        ttft_mean_s=mean(one.ttft_mean_s for one in drawn),
-        parts_s={part: mean(one.parts_s[part] for one in drawn) for part in first.parts_s},
-        tier_share=tuple(mean(shares) for shares in zip(*(one.tier_share for one in drawn), strict=True)),
-        ttft_s=tuple(mean(times) for times in zip(*(one.ttft_s for one in drawn), strict=True)),
+        ttft_p50_s=mean(half.ttft_p50_s for half in drawn),
+        ttft_p90_s=mean(half.ttft_p90_s for half in drawn),
+        ttft_mean_s=mean(half.ttft_mean_s for half in drawn),
+        parts_s={part: mean(half.parts_s[part] for half in drawn) for part in first.parts_s},
+        tier_share=tuple(mean(shares) for shares in zip(*(half.tier_share for half in drawn), strict=True)),
+        ttft_s=tuple(mean(times) for times in zip(*(half.ttft_s for half in drawn), strict=True)),
     )
 
 
@@ -97,17 +97,17 @@ def rows(what: str, trials: Sequence[Sequence[Round]]) -> list[Row]:
     by_policy = {name: [rounds[at] for rounds in trials] for at, name in enumerate(POLICIES)}
     made = []
     for name, rounds in by_policy.items():
-        kernel, simulated = ([half(one) for one in rounds] for half in (_kernel, _simulated))
-        answered, sent = sum(one.answered for one in kernel), sum(len(one.ttft_s) for one in kernel)
-        cpu = statistics.mean(one.cpu_share for one in rounds)
-        transfer = [statistics.mean(one.parts_s["transfer"] for one in halves) for halves in (kernel, simulated)]
+        kernel, simulated = ([half(comparison) for comparison in rounds] for half in (_kernel, _simulated))
+        answered, sent = sum(half.answered for half in kernel), sum(len(half.ttft_s) for half in kernel)
+        cpu = statistics.mean(comparison.cpu_share for comparison in rounds)
+        transfer = [statistics.mean(half.parts_s["transfer"] for half in halves) for halves in (kernel, simulated)]
         made.append(
             Row(
                 measure=f"{what}, {name}: mean TTFT on the kernel's network",
                 unit="s",
                 better="lower",
-                ours=statistics.mean(one.ttft_mean_s for one in kernel),
-                peer=statistics.mean(one.ttft_mean_s for one in simulated),
+                ours=statistics.mean(half.ttft_mean_s for half in kernel),
+                peer=statistics.mean(half.ttft_mean_s for half in simulated),
                 peer_name="simulated",
                 note=f"{what}, {name}: {answered} of {sent} answered, transfers {transfer[0]:.3f} s (simulated "
                 f"{transfer[1]:.3f}), engines and gateway used {cpu:.0%} of the cores",
@@ -119,22 +119,28 @@ def rows(what: str, trials: Sequence[Sequence[Round]]) -> list[Row]:
 def order(what: str, by_policy: Mapping[str, Sequence[Round]]) -> list[Row]:
     """Return the pairs that differ in the simulator, and how many have the same sign on the kernel's network."""
     remarks, same, against = [], 0, 0
-    for one, other in combinations(by_policy, 2):
+    for first, other in combinations(by_policy, 2):
         simulated, kernel = (
-            difference([half(each) for each in by_policy[one]], [half(each) for each in by_policy[other]])
+            difference(
+                [half(comparison) for comparison in by_policy[first]],
+                [half(comparison) for comparison in by_policy[other]],
+            )
             for half in (_simulated, _kernel)
         )
         if abs(simulated[0]) > APART * simulated[1]:
             same += np.sign(kernel[0]) == np.sign(simulated[0])
             against += np.sign(kernel[0]) != np.sign(simulated[0]) and abs(kernel[0]) > APART * kernel[1]
         remarks.append(
-            f"{one} - {other} {1e3 * kernel[0]:+.0f} ± {1e3 * kernel[1]:.0f} ms (simulated "
+            f"{first} - {other} {1e3 * kernel[0]:+.0f} ± {1e3 * kernel[1]:.0f} ms (simulated "
             f"{1e3 * simulated[0]:+.0f} ± {1e3 * simulated[1]:.0f})"
         )
     apart = sum(
         abs(mean) > APART * error
         for mean, error in (
-            difference([one.simulated for one in by_policy[a]], [one.simulated for one in by_policy[b]])
+            difference(
+                [comparison.simulated for comparison in by_policy[a]],
+                [comparison.simulated for comparison in by_policy[b]],
+            )
             for a, b in combinations(by_policy, 2)
         )
     )

@@ -261,13 +261,13 @@ def row(what: str, errors: Sequence[float], target: float | None, note: str = ""
 
 def rows(name: str, figures: Sequence[Figures], target: float | None) -> list[Row]:
     """Return the rows of one kind of testbed."""
-    lost, cpu = sum(one.lost for one in figures), statistics.mean(one.cpu_share for one in figures)
-    machine = statistics.mean(one.machine_share for one in figures)
+    lost, cpu = sum(figure.lost for figure in figures), statistics.mean(figure.cpu_share for figure in figures)
+    machine = statistics.mean(figure.machine_share for figure in figures)
     note = f"; {lost} did not end; the testbed used {cpu:.0%} of the cores, the whole machine {machine:.0%}"
     return [
-        row(f"{name}, simulated", [error for one in figures for error in one.simulated], target, note),
-        row(f"{name}, foreseen at the start", [error for one in figures for error in one.foreseen], None),
-        row(f"{name}, without slow start", [error for one in figures for error in one.without_slow_start], None),
+        row(f"{name}, simulated", [error for figure in figures for error in figure.simulated], target, note),
+        row(f"{name}, foreseen at the start", [error for figure in figures for error in figure.foreseen], None),
+        row(f"{name}, without slow start", [error for figure in figures for error in figure.without_slow_start], None),
     ]
 
 

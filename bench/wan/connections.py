@@ -40,13 +40,13 @@ def rows(wan: Wan, control: str, trials: list[dict[str, Any]]) -> list[Row]:
     """Return medians over the trials."""
 
     def median(name: str, number: int) -> float:
-        return float(statistics.median(one[name][str(number)] for one in trials))
+        return float(statistics.median(trial[name][str(number)] for trial in trials))
 
     bound, made = wan.payload_bytes_per_s, []
-    lost = statistics.median(one["lost"] for one in trials)
-    full = statistics.median(one["full"] for one in trials)
+    lost = statistics.median(trial["lost"] for trial in trials)
+    full = statistics.median(trial["full"] for trial in trials)
     for number in CONNECTIONS:
-        rate, each = median("rates", number), [one["rates"][str(number)] for one in trials]
+        rate, each = median("rates", number), [trial["rates"][str(number)] for trial in trials]
         made.append(
             Row(
                 measure=f"WAN, {control}, {number} connection{'s' * (number > 1)}: KV payload",

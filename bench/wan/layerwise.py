@@ -78,7 +78,7 @@ def main() -> int:
     except (Unavailable, Failed) as error:
         show([Row(measure=measure, unit="s", better="lower", ours=None, note=str(error))], given.json)
         return 0 if isinstance(error, Unavailable) else 1
-    ours, peer = (statistics.median(one[name] for one in trials) for name in ("layerwise_s", "afterwards_s"))
+    ours, peer = (statistics.median(measured[name] for measured in trials) for name in ("layerwise_s", "afterwards_s"))
     floor_s = given.mb * 1e6 / wan.payload_bytes_per_s
     note = f"{given.mb:g} MB over {given.connections} connections need {floor_s:.2f} s on the link alone"
     row = Row(measure=measure, unit="s", better="lower", ours=ours, peer=peer, peer_name="afterwards", note=note)

@@ -72,8 +72,8 @@ class Network:
             self._left, self._middle, self._right = (built.enter_context(namespace()) for _ in range(3))
             self._join("left", self._left, "10.201.1")
             self._join("right", self._right, "10.201.2")
-            for each in (self._left, self._middle, self._right):
-                with inside(each):
+            for space in (self._left, self._middle, self._right):
+                with inside(space):
                     for name, value in _SYSCTLS.items():
                         Path("/proc/sys/net/ipv4", name).write_text(value, encoding="ascii")
             self._shape()
