@@ -39,8 +39,8 @@ def cell(policy: str, seed: int = 0, profile: str = SHORT) -> Cell:
 def test_cells_have_their_own_names_in_three_sets() -> None:
     sets = {name.split("/")[0] for name in AGGREGATED_CASES}
     assert sets == {"network", "queue", "matrix"}
-    for name, one in AGGREGATED_CASES.items():
-        assert one.case.name == name.removeprefix("matrix/") if isinstance(one, AggregatedCase) else one.name == name
+    for name, case in AGGREGATED_CASES.items():
+        assert case.case.name == name.removeprefix("matrix/") if isinstance(case, AggregatedCase) else case.name == name
     assert all(queues(name) for name in AGGREGATED_CASES if not name.startswith("matrix/"))
     assert not queues("matrix/realistic/pure delay")
     assert queues("matrix/paper/FIFO load=1")

@@ -104,7 +104,7 @@ def test_the_cheapest_setting_that_attains_enough_is_compared(records: list[Reco
     saved = saving(made, STATIC)
     assert saved is not None
     assert saved.mean == pytest.approx(0.2, abs=0.001)
-    assert [each.holds for each in autoscaling_findings(made)] == ["holds", "holds"]
+    assert [finding.holds for finding in autoscaling_findings(made)] == ["holds", "holds"]
     assert "800" in autoscaling_grid(made).rows[-1][2].text
     assert "GPU-hours" in write_autoscaling(AUTOSCALING, made, tmp_path).read_text()
     low = [msgspec.structs.replace(record, figures={**record.figures, "attainment": 0.5}) for record in made]

@@ -73,7 +73,7 @@ def test_models_take_the_published_operations_at_the_mean_context(profile: str, 
 
 
 def test_kv_sizes_are_those_of_the_publication() -> None:
-    assert {name: one.kv_bytes for name, one in DUALPATH_PROFILES.items()} == {
+    assert {name: profile.kv_bytes for name, profile in DUALPATH_PROFILES.items()} == {
         "ds-660b": 48_068,
         "ds-27b": 21_720,
         "qwen-32b": 262_144,
@@ -86,24 +86,24 @@ def test_groups_have_their_published_sizes() -> None:
     assumed = DualPathAssumptions()
     large = DUALPATH_PROFILES["ds-660b"]
     groups = [storage_cluster(large, assumed, *nodes) for nodes in ((2, 4), (48, 96), (1, 3))]
-    assert [(one.prefill_group, one.decode_group) for one in groups] == [(16, 32), (16, 32), (8, 8)]
+    assert [(group.prefill_group, group.decode_group) for group in groups] == [(16, 32), (16, 32), (8, 8)]
     assert storage_cluster(DUALPATH_PROFILES["qwen-32b"], assumed, 1, 2).prefill_group == 1
 
 
 @pytest.mark.slow
 def test_every_system_of_the_ablation_runs_the_same_turns(ablation: list[Record]) -> None:
-    by_seed = {seed: [one for one in ablation if one.cell.seed == seed] for seed in (0, 1)}
+    by_seed = {seed: [record for record in ablation if record.cell.seed == seed] for seed in (0, 1)}
     for records in by_seed.values():
-        assert len({one.figures["turns"] for one in records}) == 1
-        assert {one.figures["agents"] for one in records} == {AGENTS}
-        reads = {one.cell.policy: one.summary.kv_bytes for one in records}
+        assert len({record.figures["turns"] for record in records}) == 1
+        assert {record.figures["agents"] for record in records} == {AGENTS}
+        reads = {record.cell.policy: record.summary.kv_bytes for record in records}
         assert reads.pop("oracle") == 0
         assert max(reads.values()) == pytest.approx(min(reads.values()))
 
 
 @pytest.mark.slow
 def test_both_sides_are_faster_than_prefill_nodes_alone(ablation: list[Record]) -> None:
-    time_s = {one.cell.policy: one.figures["end_s"] for one in ablation if one.cell.seed == 0}
+    time_s = {record.cell.policy: record.figures["end_s"] for record in ablation if record.cell.seed == 0}
     assert time_s["scheduling"] < time_s["basic"]
     assert time_s["oracle"] == min(time_s.values())
 

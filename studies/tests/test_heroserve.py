@@ -55,7 +55,7 @@ def test_groups_span_the_given_servers() -> None:
 
 
 def test_restricted_policies_use_their_schemes_only(records: list[Record]) -> None:
-    share = {one.cell.policy: one.figures["aggregated_share"] for one in records}
+    share = {record.cell.policy: record.figures["aggregated_share"] for record in records}
     assert share[RINGS] == 0.0
     assert share[AGGREGATION] == 1.0
     assert 0.0 < share["outstanding"] < 1.0
@@ -88,7 +88,7 @@ def test_the_page_has_every_policy(records: list[Record], tmp_path: Path) -> Non
 
 def test_all_cells_have_names() -> None:
     found = cells(ONLINE, "paper", ONLINE.profiles, (0, 1, 2))
-    assert len({each.key for each in found}) == 3 * 2 * 10 * 3
+    assert len({cell.key for cell in found}) == 3 * 2 * 10 * 3
 
 
 def test_one_cell_runs_from_the_command_line(tmp_path: Path) -> None:

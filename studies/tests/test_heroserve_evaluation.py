@@ -83,7 +83,7 @@ def test_groups_span_the_servers_and_all_schemes_sustain_most(profile: str, span
         problem = problem_of(profile, span, wire, BASELINES[name])
         for make in (best_placement, fixed_placement):
             placed = make(problem, span, BASELINES[name])
-            assert {one.servers for one in (*placed.prefill, *placed.decode)} == {span}
+            assert {instance.servers for instance in (*placed.prefill, *placed.decode)} == {span}
             rates[make, name] = placed.rate_per_s
     for make in (best_placement, fixed_placement):
         assert rates[make, HERO] >= rates[make, WITHOUT] * 0.999
@@ -95,11 +95,13 @@ def test_groups_span_the_servers_and_all_schemes_sustain_most(profile: str, span
 def test_distserve_keeps_groups_on_a_server_where_the_planner_may_choose() -> None:
     """With the same schemes HeroServe spreads its decode instance over two servers."""
     staying = replace(BASELINES[HERO], stays=True)
-    free, placed = (best_placement(problem_of(CHAT, 0, 4, one), 0, one) for one in (BASELINES[HERO], staying))
+    free, placed = (
+        best_placement(problem_of(CHAT, 0, 4, baseline), 0, baseline) for baseline in (BASELINES[HERO], staying)
+    )
     assert free.decode[0].servers == 2
-    for one in (*placed.prefill, *placed.decode):
-        assert all(len({node for node, _ in stage}) == 1 for stage in one.stages)
-        assert one.split.tp <= 4
+    for instance in (*placed.prefill, *placed.decode):
+        assert all(len({node for node, _ in stage}) == 1 for stage in instance.stages)
+        assert instance.split.tp <= 4
 
 
 def test_a_fallback_reaches_the_problem() -> None:
@@ -116,13 +118,13 @@ SMALL = [
     cell(THROUGHPUT, "fp16-512", HERO, 4, 4, 4096),
     cell(LOSS, "int32-100g", "retry-100us", 2, 32, 0.01, seed=3),
 ]
-_SLOW = {one.name for one in (SCALABILITY, PREDICTION, MEMORY)}
+_SLOW = {experiment.name for experiment in (SCALABILITY, PREDICTION, MEMORY)}
 
 
 @pytest.mark.parametrize(
     "one",
-    [pytest.param(one, marks=pytest.mark.slow) if one.experiment in _SLOW else one for one in SMALL],
-    ids=[one.experiment for one in SMALL],
+    [pytest.param(small, marks=pytest.mark.slow) if small.experiment in _SLOW else small for small in SMALL],
+    ids=[small.experiment for small in SMALL],
 )
 def test_a_cell_runs_again_alike(one: Cell) -> None:
     first, second = run_cell(one), run_cell(one)
@@ -186,7 +188,7 @@ def test_kv_memory_is_counted_from_the_end_of_the_prefill_to_the_last_token() ->
     problem = problem_of(CHAT, 4, 2, BASELINES[WITHOUT])
     placed = fixed_placement(problem, 4, BASELINES[WITHOUT])
     cluster = build(cluster_file(problem, named(problem, placed.prefill, placed.decode)))
-    decode = next(number for number, one in enumerate(cluster.instances) if one.role == "decode")
+    decode = next(number for number, instance in enumerate(cluster.instances) if instance.role == "decode")
     rows = Outcomes.empty(3)
     rows.arrived_s[:] = [0.0, 0.0, 11.0]
     rows.prefill_finished_s[:] = [1.0, 1.0, np.nan]
@@ -216,7 +218,7 @@ class Records(dict[str, list[Record]]):
         self._chosen = chosen
 
     def __missing__(self, name: str) -> list[Record]:
-        self[name] = [run_cell(one) for one in self._chosen[name]]
+        self[name] = [run_cell(cell) for cell in self._chosen[name]]
         return self[name]
 
 
@@ -255,7 +257,7 @@ def test_ranges_are_the_lowest_and_highest_gain(records: Records) -> None:
     some = records[THROUGHPUT.name]
     (metric,) = VIEWS[THROUGHPUT.name].metrics
     found = gains(some, metric, WITHOUT)
-    times = {(one.cell.policy, one.cell.settings["span"]): one.figures["time_us"] for one in some}
+    times = {(record.cell.policy, record.cell.settings["span"]): record.figures["time_us"] for record in some}
     assert sorted(found.values()) == pytest.approx(sorted(times[WITHOUT, span] / times[HERO, span] for span in (2, 4)))
     (grid,) = range_grids(THROUGHPUT, some)
     last = [heading.title for heading in grid.headings].index(f"over {WITHOUT}")
@@ -280,15 +282,15 @@ def test_ranges_of_latency_leave_out_overload(records: Records) -> None:
 
 
 def test_findings_say_where_aggregation_brings_nothing(records: Records) -> None:
-    found = {one.claim: one for one in heroserve_findings(THROUGHPUT, records[THROUGHPUT.name])}
+    found = {finding.claim: finding for finding in heroserve_findings(THROUGHPUT, records[THROUGHPUT.name])}
     sentence = found[f"time: {HERO} is better than {WITHOUT}"].sentence
     assert "Aggregation brings nothing at 1 points: span 2: 1 of 1, 4: 0 of 1" in sentence
 
 
 def test_all_cells_have_names() -> None:
-    for one in EXPERIMENTS.values():
-        found = cells(one, "paper", one.profiles, (0, 1))
-        assert len({each.key for each in found}) == len(found)
+    for experiment in EXPERIMENTS.values():
+        found = cells(experiment, "paper", experiment.profiles, (0, 1))
+        assert len({cell.key for cell in found}) == len(found)
 
 
 def test_one_cell_runs_from_the_command_line(tmp_path: Path) -> None:

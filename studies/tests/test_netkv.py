@@ -31,7 +31,9 @@ def cell(policy: str = "netkv", profile: str = "rag", seed: int = 0, **settings:
 
 def test_the_seven_experiments_sweep_the_papers_axes() -> None:
     """Cells per seed are axis points times policies times three profiles; keys are unique."""
-    per_seed = {name: len(cells(one, "paper", one.profiles, (0,))) for name, one in EXPERIMENTS.items()}
+    per_seed = {
+        name: len(cells(experiment, "paper", experiment.profiles, (0,))) for name, experiment in EXPERIMENTS.items()
+    }
     assert per_seed == {
         "netkv-load": 7 * 6 * 3,
         "netkv-context": 7 * 4 * 3,
@@ -41,7 +43,7 @@ def test_the_seven_experiments_sweep_the_papers_axes() -> None:
         "netkv-ablation": 4 * 3,
         "netkv-scale": 5 * 2 * 3,
     }
-    keys = [one.key for experiment in EXPERIMENTS.values() for one in cells(experiment, "paper", ("rag",), (0, 1))]
+    keys = [cell.key for experiment in EXPERIMENTS.values() for cell in cells(experiment, "paper", ("rag",), (0, 1))]
     assert len(set(keys)) == len(keys)
 
 
@@ -66,7 +68,7 @@ def test_the_cluster_is_that_of_netkv(name: str) -> None:
     for source in prefill:
         assert np.bincount(cluster.tier[source, decode], minlength=4).tolist() == [0, 0, 4, 8]
     large = cluster_of(reading(name), cell(gpus=256))
-    assert [sum(one.role == role for one in large.instances) for role in ("prefill", "decode")] == [16, 48]
+    assert [sum(instance.role == role for instance in large.instances) for role in ("prefill", "decode")] == [16, 48]
 
 
 def test_oversubscription_scales_the_pod_uplinks() -> None:

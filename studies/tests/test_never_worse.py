@@ -70,13 +70,15 @@ def test_the_matrix_covers_all_required_cases() -> None:
 
 
 def test_sweeps_use_known_cells_and_policies() -> None:
-    for one in EXPERIMENTS.values():
-        assert set(one.profiles) <= set(CASES)
+    for experiment in EXPERIMENTS.values():
+        assert set(experiment.profiles) <= set(CASES)
     assert set(RIVALS) <= set(POLICIES)
     assert len(ABLATION.profiles) >= 15
     for name, parameters in VARIANTS.values():
         ControlSpec(decode=name, parameters=parameters).check()
-    keys = [one.key for each in EXPERIMENTS.values() for one in cells(each, "", each.profiles, (0, 1))]
+    keys = [
+        cell.key for experiment in EXPERIMENTS.values() for cell in cells(experiment, "", experiment.profiles, (0, 1))
+    ]
     assert len(set(keys)) == len(keys)
 
 
@@ -98,8 +100,11 @@ def test_policies_of_a_seed_get_the_same_requests(name: str) -> None:
     """Another seed has other requests, and so does the tuning."""
     case, traces = CASES[name], Traces()
     requests = [
-        requests_of(study_of(case, traces, each, tuning=tuning), msgspec.structs.replace(each, profile=case.profile))
-        for each, tuning in (
+        requests_of(
+            study_of(case, traces, played_cell, tuning=tuning),
+            msgspec.structs.replace(played_cell, profile=case.profile),
+        )
+        for played_cell, tuning in (
             (cell(name, "cla"), False),
             (cell(name, "foresight"), False),
             (cell(name, "cla", 1), False),
@@ -133,9 +138,9 @@ def test_a_falsified_oracle_reports_the_configured_values(tmp_path: Path) -> Non
         settings = SimSpec(background=Background.uniform(0.4), reported=reported)
         with EventLog(path, LogHeader(cluster="", spec=spec)) as log:
             transfer_s.append(simulate(cluster, trace, spec, settings, log=log).summary.transfer_s.mean)
-        received = [each.event for each in read_log(path)[1] if isinstance(each.event, CongestionMeasured)]
+        received = [logged.event for logged in read_log(path)[1] if isinstance(logged.event, CongestionMeasured)]
         assert received
-        assert {each.per_tier for each in received} == {reported or (0.0, 0.4, 0.4, 0.4, 0.4)}
+        assert {request.per_tier for request in received} == {reported or (0.0, 0.4, 0.4, 0.4, 0.4)}
     assert transfer_s[0] == transfer_s[1]
     with pytest.raises(InputError, match="reported"):
         SimSpec(reported=(0.5,))
@@ -167,7 +172,7 @@ def test_results_of_another_definition_are_not_used(tmp_path: Path) -> None:
     record = Runner(Traces())(cell(NEAR, "round-robin"))
     removed = msgspec.structs.replace(record, cell=cell("paper/load=0.123", "round-robin"), key="removed")
     path.write_bytes(encode(record) + b"\n" + encode(removed) + b"\n")
-    assert [each.key for each in results_of(path)] == [record.key]
+    assert [stored.key for stored in results_of(path)] == [record.key]
     changed = record.config | {"case": record.config["case"] | {"slots": 3}}
     path.write_bytes(encode(msgspec.structs.replace(record, config=changed)) + b"\n")
     with pytest.raises(InputError, match="another cell"):
@@ -213,7 +218,7 @@ def small() -> tuple[list[int], Play]:
     def simulate_spec(spec: ControlSpec) -> Run:
         return simulate(cluster, Trace("six", requests), spec, SimSpec(prefill_queueing=False))
 
-    return [index for index, one in enumerate(cluster.instances) if one.role == "decode"], simulate_spec
+    return [index for index, instance in enumerate(cluster.instances) if instance.role == "decode"], simulate_spec
 
 
 def test_the_descent_ends_if_no_single_request_can_improve() -> None:

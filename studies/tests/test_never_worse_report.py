@@ -104,7 +104,7 @@ def test_losses_are_sorted_and_have_a_reason() -> None:
         *runs(OTHER, foresight=1.005, cla=1.0, netkv=1.1),
         *runs(LYING, foresight=1.2, cla=1.0, netkv=1.4),
     ]
-    assert [(each.case, each.second) for each in losses(matrix)] == [(LYING, "cla"), (FAIR, "netkv")]
+    assert [(loss.case, loss.second) for loss in losses(matrix)] == [(LYING, "cla"), (FAIR, "netkv")]
     grid = losses_grid(matrix)
     texts = [[entry.text for entry in row] for row in grid.rows]
     assert [row[:3] for row in texts] == [[LYING, "cla", "lying"], [FAIR, "netkv", "truthful"]]
@@ -120,7 +120,7 @@ def test_falsified_oracles_are_reported_separately() -> None:
         *runs(OTHER, foresight=1.0, cla=1.25, netkv=1.25),
         *runs(LYING, foresight=3.0, cla=1.0, netkv=1.0),
     ]
-    findings = {(each.profile, each.claim): each for each in matrix_findings(matrix, [])}
+    findings = {(finding.profile, finding.claim): finding for finding in matrix_findings(matrix, [])}
     lead = findings["truthful or silent oracle", "at least 8% below netkv"]
     assert lead.holds == "holds"
     assert f"{sqrt(1.0005**2 / 2.5):.3f}"[:4] in lead.sentence
@@ -128,17 +128,17 @@ def test_falsified_oracles_are_reported_separately() -> None:
     assert findings["lying oracle", "mean TTFT at most 10 % above cla"].holds == "does not hold"
     assert findings["truthful or silent oracle", "TBT within 1 ms of cla"].holds == "holds"
     slower = [*runs(FAIR, cla=1.0, netkv=1.0), *(record(FAIR, "foresight", s, 0.9, tbt_s=0.0145) for s in range(4))]
-    (tbt,) = (each for each in matrix_findings(slower, []) if each.claim.startswith("TBT"))
+    (tbt,) = (finding for finding in matrix_findings(slower, []) if finding.claim.startswith("TBT"))
     assert tbt.holds == "does not hold"
     assert f"{FAIR} +1.50 ms" in tbt.sentence
-    one_seed = [each for each in matrix if each.cell.seed == 0]
-    assert {each.holds for each in matrix_findings(one_seed, [])} == {"unclear"}
+    one_seed = [of_matrix for of_matrix in matrix if of_matrix.cell.seed == 0]
+    assert {finding.holds for finding in matrix_findings(one_seed, [])} == {"unclear"}
 
 
 def test_lost_goodput_is_reported_in_requests() -> None:
     """A large relative loss of a very small goodput is a small loss."""
     matrix = [*runs(FAIR, foresight=9.96, cla=9.92, netkv=9.92), *runs(OTHER, foresight=2.0, cla=1.0, netkv=3.0)]
-    findings = {each.claim: each for each in matrix_findings(matrix, []) if "goodput" in each.claim}
+    findings = {finding.claim: finding for finding in matrix_findings(matrix, []) if "goodput" in finding.claim}
     lost = findings["goodput not below cla in any cell"]
     assert lost.holds == "does not hold"
     assert f"lower in 2, by at most 50.63% ({FAIR}: 0.04/s instead of 0.08/s)." in lost.sentence
@@ -167,7 +167,9 @@ def test_the_value_of_a_term_is_the_loss_without_it() -> None:
 def test_results_are_compared_with_the_descent() -> None:
     seen = runs(FAIR, FORESEEN.name, foresight=1.04, cla=1.3, netkv=1.2, clairvoyant=1.0)
     (finding,) = (
-        each for each in matrix_findings(runs(FAIR, foresight=1.0, cla=1.0, netkv=1.0), seen) if "descent" in each.claim
+        claimed
+        for claimed in matrix_findings(runs(FAIR, foresight=1.0, cla=1.0, netkv=1.0), seen)
+        if "descent" in claimed.claim
     )
     assert finding.holds == "holds"
     assert "foresight +4.0%, netkv +20.0%, cla +30.0%" in finding.sentence
@@ -207,8 +209,8 @@ def test_the_page_starts_with_the_losses(lost: bool, tmp_path: Path) -> None:
 def test_rejections_are_shown_with_the_times() -> None:
     """A tenth is rejected under foresight, half under CLA*: the faster one has fewer responses in its mean."""
     matrix = [
-        *(with_rejections(each, 1) for each in runs(FAIR, foresight=1.02)),
-        *(with_rejections(each, 5) for each in runs(FAIR, cla=1.0)),
+        *(with_rejections(run, 1) for run in runs(FAIR, foresight=1.02)),
+        *(with_rejections(run, 5) for run in runs(FAIR, cla=1.0)),
         *runs(OTHER, foresight=0.9, cla=1.0),
     ]
     texts = {row[0].text: row[-1] for row in cells_grid(matrix, {}).rows}
@@ -226,7 +228,7 @@ def with_rejections(each: Record, rejected: int) -> Record:
 
 def test_the_page_names_results_of_unknown_code(tmp_path: Path) -> None:
     matrix = runs(FAIR, foresight=0.9, cla=1.0, netkv=1.2)
-    signed = [msgspec.structs.replace(each, code="0123456789abcdef") for each in matrix]
+    signed = [msgspec.structs.replace(record, code="0123456789abcdef") for record in matrix]
     message = "do not record their code version"
     assert (
         f"4 of 12 results {message}" in write_never_worse([*signed[4:], *matrix[:4]], [], [], tmp_path, {}).read_text()

@@ -90,7 +90,7 @@ def test_figures_equal_those_of_the_run(records: list[Record]) -> None:
 
 def test_gains_pair_runs_of_the_same_requests(records: list[Record]) -> None:
     """The base is the run with own caches, or the same policy without copies ahead."""
-    goodput = {(one.cell.policy, one.cell.seed): one.summary.goodput_per_s or 0.0 for one in records}
+    goodput = {(record.cell.policy, record.cell.seed): record.summary.goodput_per_s or 0.0 for record in records}
     for policy, base in (("exchange", OWN), ("exchange+ahead", "exchange")):
         difference = gain(records, policy)
         assert difference is not None

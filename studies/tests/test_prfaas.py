@@ -59,7 +59,7 @@ def burst(policy: str, profile: str, seed: int = 0) -> Cell:
 
 def test_sweeps_have_unique_cells_for_two_seeds() -> None:
     """There are cells for two seeds; a deterministic cell is run once; keys are unique."""
-    swept = {name: cells(one, "paper", one.profiles, (0, 1)) for name, one in EXPERIMENTS.items()}
+    swept = {name: cells(experiment, "paper", experiment.profiles, (0, 1)) for name, experiment in EXPERIMENTS.items()}
     assert {name: len(sweep) for name, sweep in swept.items()} == {
         "prfaas-case-study": 7 * 3 * (1 + 2 + 2),
         "prfaas-burst": 5 * 9 * 2,
@@ -72,7 +72,7 @@ def test_sweeps_have_unique_cells_for_two_seeds() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_case_study_equals_the_example_file(kind: Kind) -> None:
     """The data of the experiment and those of examples/prfaas-case-study.yaml have the same optimum."""
-    here, there = (deployment(find(each, kind), kind) for each in (published_problem(), read_problem(EXAMPLE)))
+    here, there = (deployment(find(problem, kind), kind) for problem in (published_problem(), read_problem(EXAMPLE)))
     assert (here.n_prefill, here.n_decode, here.threshold_tokens) == (
         there.n_prefill, there.n_decode, there.threshold_tokens,
     )  # fmt: skip
@@ -166,7 +166,7 @@ def test_a_disturbance_shifts_arrivals_and_loses_none(
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_scenarios_share_the_requests_before_the_disturbance(name: str) -> None:
     """The same seed gives the same requests until the disturbance, and always the same for every policy."""
-    calm, other = (requests_of(STUDY, SCENARIOS[each], 1.5, 3) for each in ("calm", name))
+    calm, other = (requests_of(STUDY, SCENARIOS[scenario], 1.5, 3) for scenario in ("calm", name))
     before = [request for request in other.requests if request.at_s < FROM_S]
     assert before == [request for request in calm.requests if request.at_s < FROM_S]
     assert requests_of(STUDY, SCENARIOS[name], 1.5, 4) != other
@@ -197,7 +197,9 @@ def test_disturbances_change_rate_and_lengths_as_named() -> None:
 
     assert len(inside("load-doubles")) == pytest.approx(2 * len(inside("calm")), rel=0.15)
     assert np.median(inside("longer-prompts")) == pytest.approx(np.exp(10.6 - MU) * np.median(inside("calm")), rel=0.15)
-    over = [[one for one in traces[name].requests if one.at_s >= 900.0] for name in ("calm", "longer-prompts")]
+    over = [
+        [request for request in traces[name].requests if request.at_s >= 900.0] for name in ("calm", "longer-prompts")
+    ]
     assert over[0] == over[1], "then all is as it was"
     assert SCENARIOS["link-30"].changes[0].share == 0.3
 

@@ -85,7 +85,7 @@ def test_the_plan_uses_the_uncached_tokens_of_one_cache(study: PrfaasStudy) -> N
     """The uncached tokens equal those of a cache without limit over all requests, for any order of sessions."""
     recorded = sessions(study)
     left, _ = incremental(recorded.open_loop(seed=0), None)
-    ours = sorted(max(each, 1) for session in recorded.sessions for each in session.uncached_tokens())
+    ours = sorted(max(prompt_tokens, 1) for session in recorded.sessions for prompt_tokens in session.uncached_tokens())
     assert ours == sorted(left.tolist())
     assert agent_lengths(recorded).mix.mean_tokens == pytest.approx(left.mean())
     assert answer_tokens(recorded) == 40

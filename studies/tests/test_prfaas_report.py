@@ -124,7 +124,7 @@ def loads() -> list[Record]:
 
 def named(findings: list[ExpectationFinding], profile: str, text: str) -> ExpectationFinding:
     """Return the one finding of a profile whose claim contains this text."""
-    (one,) = [each for each in findings if each.profile == profile and text in each.claim]
+    (one,) = [finding for finding in findings if finding.profile == profile and text in finding.claim]
     return one
 
 
@@ -174,7 +174,7 @@ def test_the_scheduler_must_be_within_three_percent_and_beat_the_old_threshold()
     assert (
         "0.990 against 1.010 good requests/s under static-32000: -2.0%" in named(findings, "link-30", "best").sentence
     )
-    assert not [each for each in findings if each.profile == "calm" and "old traffic" in each.claim]
+    assert not [finding for finding in findings if finding.profile == "calm" and "old traffic" in finding.claim]
 
 
 def test_the_scheduler_need_not_beat_an_old_threshold_that_is_still_best() -> None:
@@ -199,11 +199,11 @@ def test_the_scheduler_need_not_beat_an_old_threshold_that_is_still_best() -> No
 def test_with_prefixes_the_gap_names_the_caching_model() -> None:
     """For a trace the sentence names the formula's single cache, for drawn lengths E[T(L)]."""
     agents = [
-        msgspec.structs.replace(each, cell=msgspec.structs.replace(each.cell, profile=AGENTS)) for each in loads()
+        msgspec.structs.replace(load, cell=msgspec.structs.replace(load.cell, profile=AGENTS)) for load in loads()
     ]
     cached = [
-        msgspec.structs.replace(each, summary=msgspec.structs.replace(each.summary, prefill_cache_hit=0.8))
-        for each in agents
+        msgspec.structs.replace(agent, summary=msgspec.structs.replace(agent.summary, prefill_cache_hit=0.8))
+        for agent in agents
     ]
     sentence = named(prfaas_findings(CASE_STUDY, cached, ()), AGENTS, "formula and queues agree").sentence
     assert sentence.endswith("over all loads: prfaas 80.0%, homogeneous 80.0%, naive 80.0%.")
@@ -234,9 +234,9 @@ def test_every_experiment_has_a_page(name: str, tmp_path: Path) -> None:
     whole, cell = commands.groups()
     assert whole.startswith(f"kvroute experiment {one.name} ")
     assert whole.endswith(f" --seeds {seeds}")
-    ran = {each.cell.profile for each in records or points}
+    ran = {point.cell.profile for point in records or points}
     left_out = ran < set(one.profiles)
-    assert re.findall(r"--profile (\S+)", whole) == [each for each in one.profiles if each in ran and left_out]
+    assert re.findall(r"--profile (\S+)", whole) == [profile for profile in one.profiles if profile in ran and left_out]
     assert "--cell" in cell
     assert text.count("<figure>") == len(list((tmp_path / "figures").glob("*.png"))) > 0
     for grid in prfaas_grids(one, records, points):

@@ -128,7 +128,7 @@ def test_results_of_other_code_are_run_again(tmp_path: Path, caplog: pytest.LogC
     run_cells(SWEEP, record_of, path, workers=1)
     ours = list(finished(path).values())
     assert [record.code for record in ours] == [code_of(cell.policy) for cell in SWEEP]
-    left = [*ours[:5], msgspec.structs.replace(ours[5], code=""), *(other_code(each) for each in ours[6:])]
+    left = [*ours[:5], msgspec.structs.replace(ours[5], code=""), *(other_code(record) for record in ours[6:])]
     path.write_bytes(b"".join(encode(record) + b"\n" for record in left))
     assert finished(path).keys() == {cell.key for cell in SWEEP[:6]}
     start = Interrupted(len(SWEEP))
@@ -140,7 +140,7 @@ def test_results_of_other_code_are_run_again(tmp_path: Path, caplog: pytest.LogC
     assert run_cells(SWEEP, again, path, workers=1) == records
     path.write_bytes(path.read_bytes() + encode(other_code(ours[0])) + b"\n")
     assert run_cells(SWEEP, again, path, workers=1) == records
-    assert [each.getMessage().partition(": ")[2] for each in caplog.records] == [
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
         "ignoring 2 results of a different code version; requested cells are run again"
     ]
 

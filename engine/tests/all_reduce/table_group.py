@@ -85,7 +85,7 @@ def _copy(source: socket.socket, target: socket.socket, most: int | None) -> Non
 def together(ranks: int, call: Callable[[int], object]) -> list[object]:
     """Call on all ranks at the same time, and return their results."""
     with ThreadPoolExecutor(ranks) as pool:
-        return [each.result(2 * PATIENCE_S) for each in [pool.submit(call, rank) for rank in range(ranks)]]
+        return [task.result(2 * PATIENCE_S) for task in [pool.submit(call, rank) for rank in range(ranks)]]
 
 
 def group_settings(folder: Path, **more: object) -> Settings:
@@ -107,7 +107,7 @@ def tables(
                 link = LossyLink(unpacked(own), loss, rank)
                 own = packed(link.address)
                 links[own] = link
-            return [bytes(each) for each in meeting.exchange(rank, own)]  # type: ignore[call-overload]
+            return [bytes(message) for message in meeting.exchange(rank, own)]  # type: ignore[call-overload]
 
         return start_table(settings, rank, ranks, exchange, is_answering, counters[rank])
 

@@ -73,14 +73,14 @@ def test_all_ranks_use_the_same_rules(tmp_path: Path, ranks: int, loss: float) -
                 if own.random() < 0.01:
                     time.sleep(own.random() * 0.01)
                 found = meeting.exchange(rank, (operation, rules, time.monotonic() > ends_s))
-                assert len({each[:2] for each in found}) == 1, found  # type: ignore[index]
+                assert len({result[:2] for result in found}) == 1, found  # type: ignore[index]
                 used.add(rules.version)
                 operation += 1
-                if len(used) >= 12 or any(each[2] for each in found):  # type: ignore[index]
+                if len(used) >= 12 or any(result[2] for result in found):  # type: ignore[index]
                     return used
 
         used = together(ranks, run)
-    assert all(each == used[0] for each in used)
+    assert all(scheme == used[0] for scheme in used)
     assert len(used[0]) >= 12, used  # type: ignore[arg-type]
     traffic = read_file(traffic_path(tmp_path, GROUP), GroupTraffic)
     assert traffic is not None
@@ -110,14 +110,14 @@ def test_no_rank_acts_on_a_version_that_one_does_not_know(tmp_path: Path) -> Non
             time.sleep(0.001)
         assert len(found) == stopped
         others = [[table.next() for _ in range(stopped + EARLY + 1)] for table in started[1:]]
-        assert {rules.version for each in (found, *others) for rules in each} == {0}
+        assert {rules.version for rules_of_rank in (found, *others) for rules in rules_of_rank} == {0}
         assert len(found) == stopped, "the leader waits"
         for link in links:
             link.loss = 0.0
         thread.join(PATIENCE_S)
         assert len(found) == 200
-        for table, each in zip(started[1:], others, strict=True):
-            each += [table.next() for _ in range(200 - len(each))]
+        for table, seen in zip(started[1:], others, strict=True):
+            seen += [table.next() for _ in range(200 - len(seen))]
         assert others == [found, found]
         assert [rules.version for rules in found].index(7) == 64 + EARLY
 
@@ -170,11 +170,11 @@ class Switch:
 def switched_group(ranks: int, address: tuple[str, int]) -> list[SwitchedSums]:
     """Return the ranks of a group at a switch, connected to each other."""
     key, operations = new_key(), [Operations() for _ in range(ranks)]
-    peers = [RankPeers(each, "127.0.0.1", key) for each in operations]
-    for rank, each in enumerate(peers):
-        each.connect([other.address for number, other in enumerate(peers) if number != rank])
+    peers = [RankPeers(operation, "127.0.0.1", key) for operation in operations]
+    for rank, peer in enumerate(peers):
+        peer.connect([other.address for number, other in enumerate(peers) if number != rank])
     clients = [AggregationClient(address, 1, rank, ranks, 8) for rank in range(ranks)]
-    return [SwitchedSums(*each, 0.2) for each in zip(clients, operations, peers, strict=True)]
+    return [SwitchedSums(*parts, 0.2) for parts in zip(clients, operations, peers, strict=True)]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -198,8 +198,8 @@ def test_tables_and_fallbacks_together(tmp_path: Path, seed: int) -> None:
                 return total, True
             started[rank].failed(rules.generation)
         given = meeting.exchange(rank, (operation, tensor))
-        assert {each[0] for each in given} == {operation}  # type: ignore[index]
-        return np.sum([each[1] for each in given], axis=0), False  # type: ignore[index]
+        assert {contribution[0] for contribution in given} == {operation}  # type: ignore[index]
+        return np.sum([contribution[1] for contribution in given], axis=0), False  # type: ignore[index]
 
     with tables(settings, ranks, 0.2, alive) as (started, _, _):
 
@@ -219,8 +219,8 @@ def test_tables_and_fallbacks_together(tmp_path: Path, seed: int) -> None:
                 if own.random() < 0.02:
                     time.sleep(own.random() * 0.01)
                 total, through = reduce(rank, operation, rules)
-                tensors = (np.random.default_rng([operation, each]) for each in range(ranks))
-                exact = sum(each.normal(size=total.size).astype(np.float32).astype(np.float64) for each in tensors)
+                tensors = (np.random.default_rng([operation, number]) for number in range(ranks))
+                exact = sum(tensor.normal(size=total.size).astype(np.float32).astype(np.float64) for tensor in tensors)
                 assert np.allclose(total, exact, rtol=1e-5, atol=1e-5)
                 found.append((total.tobytes(), through, rules.generation, rules.version))
                 if through:
@@ -235,8 +235,8 @@ def test_tables_and_fallbacks_together(tmp_path: Path, seed: int) -> None:
         results = together(ranks, run)
     for member in members:
         member.close()
-    assert all(each == results[0] for each in results)
-    assert len({each[2] for each in results[0] if each[1]}) >= 3  # type: ignore[attr-defined]
+    assert all(result == results[0] for result in results)
+    assert len({result[2] for result in results[0] if result[1]}) >= 3  # type: ignore[attr-defined]
 
 
 def test_schemes_that_are_not_prepared_are_a_ring(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -42,11 +42,11 @@ def serving(switch: UdpSwitch) -> Iterator[threading.Event]:
 def group(ranks: int, address: tuple[str, int], slots: int = 8) -> Iterator[list[SwitchedSums]]:
     """The ranks of a group, connected to each other."""
     key, operations = new_key(), [Operations() for _ in range(ranks)]
-    peers = [RankPeers(each, "127.0.0.1", key) for each in operations]
-    for rank, each in enumerate(peers):
-        each.connect([other.address for number, other in enumerate(peers) if number != rank])
+    peers = [RankPeers(operation, "127.0.0.1", key) for operation in operations]
+    for rank, peer in enumerate(peers):
+        peer.connect([other.address for number, other in enumerate(peers) if number != rank])
     clients = [AggregationClient(address, 1, rank, ranks, slots, timeout_s=60.0) for rank in range(ranks)]
-    members = [SwitchedSums(*each, 0.3) for each in zip(clients, operations, peers, strict=True)]
+    members = [SwitchedSums(*parts, 0.3) for parts in zip(clients, operations, peers, strict=True)]
     try:
         yield members
     finally:
@@ -80,9 +80,9 @@ def test_all_ranks_agree_when_the_switch_dies(seed: int) -> None:
         with ThreadPoolExecutor(ranks) as pool:
             results = list(pool.map(rank_of, range(ranks)))
     for number, sums in enumerate(zip(*results, strict=True)):
-        assert len({each is None for each in sums}) == 1, f"ranks disagree about operation {number}"
+        assert len({summed is None for summed in sums}) == 1, f"ranks disagree about operation {number}"
         if sums[0] is not None:
-            assert len({each.tobytes() for each in sums if each is not None}) == 1
+            assert len({summed.tobytes() for summed in sums if summed is not None}) == 1
             exact = np.sum([tensor(number, rank).astype(np.float64) for rank in range(ranks)], axis=0)
             assert np.allclose(sums[0], exact, rtol=1e-5, atol=1e-6)
     without = [number for number, (first, *_) in enumerate(zip(*results, strict=True)) if first is None]
@@ -99,8 +99,8 @@ def test_a_rank_that_is_late_does_not_end_the_group() -> None:
         assert not late.wait(1.0), "three timeouts"
         assert not first.done()
         second = pool.submit(members[1].all_reduce, np.ones(5, np.float32))
-        for each in (first, second):
-            total = each.result(60)
+        for task in (first, second):
+            total = task.result(60)
             assert total is not None
             assert total.tolist() == [2.0] * 5
     assert [member.failure for member in members] == [None, None]

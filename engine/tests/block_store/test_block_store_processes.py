@@ -54,7 +54,7 @@ def test_no_published_block_is_lost_and_none_is_torn_by_kills(tmp_path: Path, ki
     draw = random.Random(kills)
     stored: dict[str, int] = {}
     for round_ in range(kills // AT_ONCE):
-        started = [forked_writer(tmp_path, f"{round_}-{each}") for each in range(AT_ONCE)]
+        started = [forked_writer(tmp_path, f"{round_}-{number}") for number in range(AT_ONCE)]
         texts = [os.read(reports, 5).decode() for _, reports in started]
         for (process, reports), text in zip(started, texts, strict=True):
             time.sleep(draw.uniform(0, LONGEST_S / AT_ONCE))

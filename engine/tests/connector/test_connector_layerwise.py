@@ -84,7 +84,7 @@ def test_blocks_that_are_not_computed_are_never_sent(
         assert (result.failure, result.nbytes) == ("", wanted.size)
         freed: list[tuple[str, bool]] = []
         while not freed:
-            freed = [(one.request_id, one.expired) for one in server.freed()]
+            freed = [(request.request_id, request.expired) for request in server.freed()]
     assert np.array_equal(target.memory, wanted)
     assert freed == [("vllm-p", False)]
 
@@ -206,7 +206,7 @@ def test_the_pull_of_a_half_computed_cancelled_prompt_is_refused() -> None:
         assert ended(client).failure == "gone"
         freed: list[tuple[str, bool]] = []
         while not freed:
-            freed = [(one.request_id, one.expired) for one in server.freed()]
+            freed = [(request.request_id, request.expired) for request in server.freed()]
         assert freed == [("vllm-p", False)]
     assert not target.memory[1].any()
 
@@ -219,7 +219,7 @@ def test_the_pull_of_a_prompt_that_is_never_computed_is_refused() -> None:
         server.forget("p")
         assert ended(client).failure == "gone"
         server.drop("q", "vllm-q")
-        assert [(one.request_id, one.expired) for one in server.freed()] == [("vllm-q", False)]
+        assert [(request.request_id, request.expired) for request in server.freed()] == [("vllm-q", False)]
 
 
 def test_another_prompt_under_the_same_name_is_refused() -> None:

@@ -79,7 +79,7 @@ def test_pulled_and_cached_blocks_make_up_the_prompt(tokens: int, cached_blocks:
         assert pull.blocks == tuple(mine[pull.first : -(-tokens // BLOCK_TOKENS)])
     else:
         assert not step.pulls
-        assert [one.remote_request_id for one in step.releases] == ["p"]
+        assert [release.remote_request_id for release in step.releases] == ["p"]
 
 
 @given(data=st.data())
@@ -275,7 +275,7 @@ def test_every_named_prompt_is_held_or_dropped_once(
                 assert ending.keep == (action == "finish" or request in begun)
                 assert (ending.kv_transfer_params is not None) == (action == "finish")
         steps.append(prefill.take())
-    held = [one.owner for step in steps for one in step.holds]
+    held = [hold.owner for step in steps for hold in step.holds]
     dropped = [owner for step in steps for _, owner in step.drops]
     refused = [name for step in steps for name in step.refusals]
     assert sorted(held + dropped) == sorted(kept)
@@ -284,10 +284,10 @@ def test_every_named_prompt_is_held_or_dropped_once(
     for step in steps:  # the worker's view: only announced IDs are withdrawn, and every announced ID ends
         assert set(step.withdrawn) <= open_now
         open_now.difference_update(step.withdrawn)
-        open_now.update(one.name for one in step.computing)
+        open_now.update(sending.name for sending in step.computing)
         assert {name for name, _ in step.drops} <= open_now
         open_now.difference_update(name for name, _ in step.drops)
-        open_now.difference_update(one.name for one in step.holds)
+        open_now.difference_update(hold.name for hold in step.holds)
     assert not open_now
 
 
@@ -320,7 +320,7 @@ def test_a_prompt_can_be_requested_before_it_is_computed() -> None:
     (first,) = prefill.take().computing
     prefill.scheduled("p", [4, 9, 2], 40)
     (second,) = prefill.take().computing
-    assert [(one.name, one.owner, one.ready) for one in (first, second)] == [("t", "p", 1), ("t", "p", 3)]
+    assert [(taken.name, taken.owner, taken.ready) for taken in (first, second)] == [("t", "p", 1), ("t", "p", 3)]
     assert first.prompt == second.prompt == pull.prompt != ""
     params = prefill.finished(
         "p", REMOTE_DECODE, prompt, completed=True, computed_tokens=40, blocks=[4, 9, 2]
@@ -545,7 +545,10 @@ def test_counts_add_up_for_any_grouping(parts: list[list[tuple[str, str, int]]])
         add(total, counts)
     assert total == single
     reported = summary(total)
-    each = {kind: [n for part in parts for _, one, n in part if one == kind] for kind in ("", "early", "nixl", "link")}
+    each = {
+        kind: [n for part in parts for _, part_kind, n in part if part_kind == kind]
+        for kind in ("", "early", "nixl", "link")
+    }
     assert (reported["transfers"], reported["bytes"], reported["bytes_per_s"]) == (
         len(each[""]),
         sum(each[""]),

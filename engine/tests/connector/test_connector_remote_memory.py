@@ -365,7 +365,7 @@ def test_a_server_whose_agent_has_failed_sends_over_tcp(caplog: pytest.LogCaptur
         server.hold("p", [1])
         result = pull(client, peer, [3])
     assert (result.failure, result.nbytes, result.nixl_bytes) == ("", 64, 0)
-    assert [each for each in caplog.records if "NIXL_ERR_UNKNOWN" in each.getMessage()]
+    assert [record for record in caplog.records if "NIXL_ERR_UNKNOWN" in record.getMessage()]
     with pytest.raises(WireError, match="the NIXL agent has failed"):
         theirs.progress_until(lambda: False, 1.0)
 

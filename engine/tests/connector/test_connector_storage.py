@@ -93,7 +93,7 @@ class Engine:
         fence = None
         if passed is not None:
             regions, fence = (
-                [FencedRegion(each, passed) for each in self.cache.regions],
+                [FencedRegion(region, passed) for region in self.cache.regions],
                 partial(passed.append, "passed"),
             )
         self.worker = StorageWorker(regions, self.cache.layout, chosen, layers, lambda: fence, environ={})
@@ -101,7 +101,7 @@ class Engine:
     async def write(self, keys: Sequence[bytes], blocks: Sequence[int], parent: bytes = NO_PARENT) -> set[bytes]:
         """Write blocks back, as after a step, and wait until that is over. Return the stored ones."""
         parents = [parent, *keys]
-        writes = [BlockWrite(*each) for each in zip(keys, parents, blocks, strict=False)]
+        writes = [BlockWrite(*parts) for parts in zip(keys, parents, blocks, strict=False)]
         self.worker.begin(StorageStep(number=1, writes=[Writes("r", tuple(writes), ends=True)]))
         assert self.worker.ended() == {"r"}
         self.worker.finish()

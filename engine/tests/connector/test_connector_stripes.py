@@ -46,7 +46,7 @@ def test_every_block_arrives_once_whenever_lanes_break(
     def take(lane: int, ready: list[int] | None) -> bool:
         piece = stripe.take(lane, ready)
         if piece:
-            assert piece.number > max([after[lane], *(one.number for one in in_flight[lane])])
+            assert piece.number > max([after[lane], *(sent.number for sent in in_flight[lane])])
             assert piece.count == 1 or piece.count * region_bytes[piece.region] <= piece_bytes
             assert ready is None or piece.end <= ready[piece.region]
             in_flight[lane].append(piece)

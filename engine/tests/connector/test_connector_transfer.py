@@ -374,10 +374,12 @@ def test_blocks_are_freed_by_a_release_or_a_timeout() -> None:
         client.release(peer, "unwanted")
         freed: set[str] = set()
         while len(freed) < 3:
-            freed |= {one.request_id for one in server.freed() if not one.expired}
+            freed |= {freed_request.request_id for freed_request in server.freed() if not freed_request.expired}
         assert freed == {"p", "short", "unwanted"}
         clock.now = 10.0
-        assert [(one.request_id, one.expired) for one in server.freed()] == [("forgotten", True)]
+        assert [(freed_request.request_id, freed_request.expired) for freed_request in server.freed()] == [
+            ("forgotten", True)
+        ]
         client.start(BlockTransfer("d", peer, "forgotten", 0, (0,)))
         late = client.wait(WAIT_S)
         assert late is not None
@@ -463,7 +465,9 @@ def test_the_requested_congestion_control_is_set(control: str) -> None:
     """The name is the kernel's; every kernel has reno."""
     with socket.socket() as untouched, socket.socket() as sock:
         tune(sock, 0, control=control)
-        plain, tuned = (one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) for one in (untouched, sock))
+        plain, tuned = (
+            opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) for opened in (untouched, sock)
+        )
     assert tuned.rstrip(b"\0") == (control.encode() or plain.rstrip(b"\0"))
 
 
@@ -476,7 +480,7 @@ def test_buffers_are_fixed_only_if_the_kernel_grants_the_requested_size(tmp_path
             (tmp_path / name).write_text(f"{limit}\n", encoding="ascii")
     with socket.socket() as untouched, socket.socket() as sock:
         tune(sock, 0, limits=tmp_path)
-        plain, tuned = ([one.getsockopt(socket.SOL_SOCKET, b) for b in buffers] for one in (untouched, sock))
+        plain, tuned = ([opened.getsockopt(socket.SOL_SOCKET, b) for b in buffers] for opened in (untouched, sock))
         assert (tuned == plain) == (limit != BUFFER_BYTES)
 
 

@@ -69,7 +69,7 @@ def test_all_ranks_have_the_sum(served: Served, dtype: type) -> None:
     draws = [np.random.default_rng(rank) for rank in range(3)]
     for place, shape in enumerate(shapes):
         inputs: list[np.ndarray] = [(100 * draw.normal(size=shape)).astype(dtype) for draw in draws]
-        expected = np.sum([each.astype(np.float64) for each in inputs], axis=0)
+        expected = np.sum([tensor.astype(np.float64) for tensor in inputs], axis=0)
         for rank in range(3):
             result = found[rank][place]  # type: ignore[index]
             assert result.dtype == dtype
@@ -87,7 +87,7 @@ def test_two_groups_share_a_switch(served: Served) -> None:
             return client.all_reduce(np.full(1_000, float(10**job), np.float32))
 
     found = together(4, rank_of)
-    assert [float(each[0]) for each in found] == [2.0, 2.0, 20.0, 20.0]  # type: ignore[index]
+    assert [float(total[0]) for total in found] == [2.0, 2.0, 20.0, 20.0]  # type: ignore[index]
 
 
 def test_without_slots_the_group_gets_an_error(served: Served) -> None:

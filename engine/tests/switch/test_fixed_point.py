@@ -16,9 +16,9 @@ floats = arrays(np.float32, st.integers(1, 600), elements=st.floats(-(2.0**100),
 
 def reduced(tensors: list[np.ndarray], order: list[int]) -> np.ndarray:
     """The all-reduce of tensors, summed in this order."""
-    chunks = [split(each) for each in tensors]
-    common = np.max([exponents(each) for each in chunks], axis=0)
-    fixed: list[Values] = [to_fixed(each, common, len(tensors)) for each in chunks]
+    chunks = [split(tensor) for tensor in tensors]
+    common = np.max([exponents(chunk) for chunk in chunks], axis=0)
+    fixed: list[Values] = [to_fixed(chunk, common, len(tensors)) for chunk in chunks]
     total = np.zeros_like(fixed[0])
     for number in order:
         total += fixed[number]
@@ -36,8 +36,8 @@ def test_the_sum_does_not_depend_on_the_order(tensor: np.ndarray, ranks: int, da
 def test_the_error_is_below_the_scale_of_the_chunk(tensor: np.ndarray, ranks: int) -> None:
     """Every rank rounds to 2^-(30 - log2 ranks) of the chunk's largest value."""
     tensors = [np.roll(tensor, number) for number in range(ranks)]
-    exact = np.sum([each.astype(np.float64) for each in tensors], axis=0)
-    largest = max(float(np.abs(each).max()) for each in tensors)
+    exact = np.sum([part.astype(np.float64) for part in tensors], axis=0)
+    largest = max(float(np.abs(part).max()) for part in tensors)
     error = np.abs(reduced(tensors, list(range(ranks))) - exact)
     assert (error <= ranks * ranks * largest * 2.0**-28 + np.abs(exact) * 1e-6).all()
 
@@ -46,8 +46,8 @@ def test_random_sums_are_as_exact_as_float32() -> None:
     """Eight ranks of normal numbers: the relative RMS error is a fifth of that of a float32 sum (5e-8), or less."""
     draw = np.random.default_rng(1)
     tensors = [draw.normal(size=100_000).astype(np.float32) for _ in range(8)]
-    exact = np.sum([each.astype(np.float64) for each in tensors], axis=0)
-    error = reduced([each.astype(np.float64) for each in tensors], list(range(8))) - exact
+    exact = np.sum([tensor.astype(np.float64) for tensor in tensors], axis=0)
+    error = reduced([tensor.astype(np.float64) for tensor in tensors], list(range(8))) - exact
     assert np.sqrt(np.mean(error**2) / np.mean(exact**2)) < 1e-8
 
 

@@ -104,7 +104,7 @@ class Net:
             self.restart_worker(number)
         elif not machine.busy:
             operation = self.done[number]
-            expected = sum(values_of(self.seed, each, operation, self.chunks) for each in range(self.workers))
+            expected = sum(values_of(self.seed, index, operation, self.chunks) for index in range(self.workers))
             assert (machine.result() == expected).all(), "a wrong sum"
             self.done[number] += 1
             machine.begin(Reduction.SUM, values_of(self.seed, number, operation + 1, self.chunks))
@@ -115,7 +115,7 @@ class Net:
             if min(self.done.values()) >= operations:
                 return
             self.step()
-        raise AssertionError(f"hangs after {self.done}: {[each.state for each in self.machines.values()]}")
+        raise AssertionError(f"hangs after {self.done}: {[machine.state for machine in self.machines.values()]}")
 
 
 @settings(deadline=None, max_examples=25)
@@ -352,7 +352,7 @@ def test_a_packet_is_sent_again_once_after_three_later_results() -> None:
     for count, packet in enumerate(others, start=1):
         ((_, answer),) = switch.receive(packet, "address", 1e-3)
         machine.receive(answer, 1e-3)
-        again += [(count, each) for each in machine.outgoing(1e-3)]
+        again += [(count, sent) for sent in machine.outgoing(1e-3)]
     assert again == [(3, lost)]
     assert machine.sent_again == 1
 

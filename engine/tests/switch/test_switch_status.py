@@ -25,7 +25,7 @@ def test_a_status_is_read_as_it_was_written_until_it_is_too_old(tmp_path: Path) 
     write_status(path, STATUS)
     assert read_status(path, 100.0 + STALE_S) == STATUS
     assert read_status(path, 100.1 + STALE_S) is None
-    assert [each.name for each in tmp_path.iterdir()] == ["switch.json"]
+    assert [place.name for place in tmp_path.iterdir()] == ["switch.json"]
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"written_unix_s": "x"}'])
