@@ -42,7 +42,7 @@ def events_of(response: GatewayResponse) -> list[dict[str, Any]]:
 def pulled(front: Rig) -> int:
     """Return how many KV caches the engines have pulled."""
     counters = [server.engine.counters for server in front.fleet.servers.values()]
-    return sum(each.transfers for counter in counters for each in (*counter.pulled.values(), *counter.early.values()))
+    return sum(moved.transfers for counter in counters for moved in (*counter.pulled.values(), *counter.early.values()))
 
 
 @pytest.mark.parametrize("path", [RESPONSES, pytest.param(MESSAGES, marks=pytest.mark.slow)])

@@ -137,7 +137,7 @@ def test_answers_stop_by_themselves() -> None:
             events = await events_of(client, path, body | limit)
             if path in (COMPLETIONS, CHAT):
                 assert document["choices"][0]["finish_reason"] == "stop"
-                reasons = [each["choices"][0]["finish_reason"] for each in events]
+                reasons = [event["choices"][0]["finish_reason"] for event in events]
                 assert [reason for reason in reasons if reason] == ["stop"]
             elif path == RESPONSES:
                 assert (document["status"], document["incomplete_details"]) == ("completed", None)
@@ -293,7 +293,7 @@ def test_the_deltas_of_a_call_are_those_of_the_whole_response() -> None:
                 async for _ in stream:
                     pass
                 final = await stream.get_final_completion()
-            calls = [each.choices[0].message.tool_calls or () for each in (whole, final)]
+            calls = [reply.choices[0].message.tool_calls or () for reply in (whole, final)]
             one_call, other_call = (
                 [(call.id, call.function.name, call.function.arguments) for call in made if call.type == "function"]
                 for made in calls
@@ -387,12 +387,12 @@ def test_log_probabilities_are_those_of_vllm() -> None:
         found = document["choices"][0]["logprobs"]
         assert "".join(found["tokens"]) == document["choices"][0]["text"]
         assert found["text_offset"] == [0, 4, 8, 12]
-        assert [len(each) for each in found["top_logprobs"]] == [2] * 4
+        assert [len(likely) for likely in found["top_logprobs"]] == [2] * 4
         for token, value, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
             assert max(top.values()) == top[token] == value <= 0
         events = await events_of(client, COMPLETIONS, body | {"logprobs": 2})
         for name, values in found.items():
-            assert [each for event in events for each in event["choices"][0]["logprobs"][name]] == values
+            assert [choice for event in events for choice in event["choices"][0]["logprobs"][name]] == values
         of_prompt = document["choices"][0]["prompt_logprobs"]
         tokens = (await client.post_json("decode0", {"prompt": "ab cd ef"}, "/tokenize"))["tokens"]
         assert of_prompt[0] is None
@@ -403,18 +403,18 @@ def test_log_probabilities_are_those_of_vllm() -> None:
         first = [
             (of[str(token)]["rank"] == 1, max(of.values(), key=logprob_of) == of[str(token)]) for token, of in ranked
         ]
-        assert {one == other for one, other in first} == {True}
-        assert {one for one, _ in first} == {True, False}
+        assert {own == other for own, other in first} == {True}
+        assert {first_of_pair for first_of_pair, _ in first} == {True, False}
         said = await client.post_json("decode0", chat(max_tokens=3, logprobs=True, top_logprobs=2), CHAT)
         content = said["choices"][0]["logprobs"]["content"]
-        assert "".join(each["token"] for each in content) == said["choices"][0]["message"]["content"]
-        assert [bytes(each["bytes"]).decode() for each in content] == [each["token"] for each in content]
-        assert all(each["top_logprobs"][0]["logprob"] == each["logprob"] for each in content)
+        assert "".join(entry["token"] for entry in content) == said["choices"][0]["message"]["content"]
+        assert [bytes(entry["bytes"]).decode() for entry in content] == [entry["token"] for entry in content]
+        assert all(entry["top_logprobs"][0]["logprob"] == entry["logprob"] for entry in content)
         events = await events_of(client, CHAT, chat(max_tokens=3, logprobs=True, top_logprobs=2))
-        assert [each for event in events[1:] for each in event["choices"][0]["logprobs"]["content"]] == content
+        assert [choice for event in events[1:] for choice in event["choices"][0]["logprobs"]["content"]] == content
         include = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 3}
         response = await client.post_json("decode0", {"model": MODEL, "input": "x", **include}, RESPONSES)
-        assert [len(each["top_logprobs"]) for each in response["output"][0]["content"][0]["logprobs"]] == [2] * 3
+        assert [len(entry["top_logprobs"]) for entry in response["output"][0]["content"][0]["logprobs"]] == [2] * 3
 
     on_fleet(check, settings=QUIET)
 
@@ -429,7 +429,12 @@ def test_an_echo_begins_with_the_prompt() -> None:
         assert len(choice["logprobs"]["tokens"]) == 4
         events = await events_of(client, COMPLETIONS, body)
         assert pieces_of(events) == choice["text"]
-        assert [each for event in events for each in event["choices"][0]["logprobs"]["text_offset"]] == [0, 4, 8, 12]
+        assert [offset for event in events for offset in event["choices"][0]["logprobs"]["text_offset"]] == [
+            0,
+            4,
+            8,
+            12,
+        ]
         alone = await client.post_json("decode0", body | {"max_tokens": 0})
         assert alone["choices"][0]["text"] == "ab cd ef"
         assert alone["choices"][0]["logprobs"]["tokens"] == ["ab c", "d ef"]

@@ -56,13 +56,13 @@ def test_silent_connections_are_bounded_in_number_and_time(most: int, steps: lis
                 waiting = waiting[-most:]
             case int() if step < len(everyone):
                 arrivals.end(everyone[step])
-                waiting = [(since, one) for since, one in waiting if one is not everyone[step]]
+                waiting = [(since, task) for since, task in waiting if task is not everyone[step]]
             case float():
                 clock.run(clock.now() + step)
-                waiting = [(since, one) for since, one in waiting if clock.now() < since + 5.0]
+                waiting = [(since, task) for since, task in waiting if clock.now() < since + 5.0]
         assert len(arrivals) == len(waiting)
-        assert not any(one.broken for _, one in waiting)
-    assert all(one.broken <= 1 for one in everyone)
+        assert not any(task.broken for _, task in waiting)
+    assert all(connection.broken <= 1 for connection in everyone)
 
 
 @given(st.binary(max_size=200) | st.binary(min_size=LINE_BYTES_MAX, max_size=LINE_BYTES_MAX + 50))
@@ -98,10 +98,10 @@ def test_a_connection_that_sends_a_long_line_is_aborted(begin: bytes) -> None:
         with suppress(ConnectionError):
             assert await reader.read() == b""
         assert not silent_reader.at_eof()
-        for each in (writer, silent_writer):
-            each.close()
+        for writer_ in (writer, silent_writer):
+            writer_.close()
             with suppress(ConnectionError):
-                await each.wait_closed()
+                await writer_.wait_closed()
         answers = await asyncio.gather(sites.decode("k"), sites.prefill("k"))
         assert [status for status, _ in answers] == [200, 200]
 

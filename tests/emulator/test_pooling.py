@@ -24,22 +24,24 @@ def test_embeddings_are_the_same_in_both_encodings() -> None:
         async with openai.AsyncOpenAI(base_url=client.endpoint("decode0").url + "/v1", api_key="none") as api:
             packed = await api.embeddings.create(model=MODEL, input=["hi", "ho"])
             listed = await api.embeddings.create(model=MODEL, input=["hi", "ho"], encoding_format="float")
-            for one, other in zip(packed.data, listed.data, strict=True):
-                assert one.embedding == pytest.approx(other.embedding)
-                assert sum(value * value for value in one.embedding) == pytest.approx(1.0, rel=1e-5)
+            for first, other in zip(packed.data, listed.data, strict=True):
+                assert first.embedding == pytest.approx(other.embedding)
+                assert sum(value * value for value in first.embedding) == pytest.approx(1.0, rel=1e-5)
             assert packed.data[0].embedding != packed.data[1].embedding
             short = await api.embeddings.create(model=MODEL, input="hi", dimensions=3)
             assert len(short.data[0].embedding) == 3
-            ratio = [one / other for one, other in zip(short.data[0].embedding, packed.data[0].embedding, strict=False)]
+            ratio = [
+                first / other for first, other in zip(short.data[0].embedding, packed.data[0].embedding, strict=False)
+            ]
             assert ratio == pytest.approx([ratio[0]] * 3, rel=1e-4), "the direction of the first values"
         said = await client.post_json("decode0", {"messages": [{"role": "user", "content": "hi"}]}, "/v1/embeddings")
         assert len(said["data"][0]["embedding"]) == 8
         pooled = await client.post_json("decode0", {"input": "hi"}, "/pooling")
         assert (pooled["data"][0]["object"], pooled["data"][0]["data"]) == ("pooling", listed.data[0].embedding)
         classified = await client.post_json("decode0", {"input": ["hi", "ho"]}, "/classify")
-        for each in classified["data"]:
-            assert sum(each["probs"]) == pytest.approx(1.0)
-            assert (each["num_classes"], each["label"]) == (2, f"LABEL_{each['probs'].index(max(each['probs']))}")
+        for entry in classified["data"]:
+            assert sum(entry["probs"]) == pytest.approx(1.0)
+            assert (entry["num_classes"], entry["label"]) == (2, f"LABEL_{entry['probs'].index(max(entry['probs']))}")
 
     on_fleet(check, settings=QUIET)
 
@@ -49,15 +51,15 @@ def test_equal_texts_are_the_most_relevant() -> None:
         documents = ["a cat", "a dog", "a fish"]
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
             ranked = await client.post_json("decode0", {"query": "a dog", "documents": documents, "top_n": 2}, path)
-            values = [each["relevance_score"] for each in ranked["results"]]
+            values = [entry["relevance_score"] for entry in ranked["results"]]
             assert (ranked["results"][0]["index"], ranked["results"][0]["document"]["text"]) == (1, "a dog")
             assert (len(values), values) == (2, sorted(values, reverse=True))
         for path in ("/score", "/v1/score"):
             scored = await client.post_json("decode0", {"text_1": "a dog", "text_2": documents}, path)
-            best = max(scored["data"], key=lambda each: float(each["score"]))
+            best = max(scored["data"], key=lambda entry: float(entry["score"]))
             assert (best["index"], best["score"]) == (1, values[0])
         pairs = await client.post_json("decode0", {"queries": ["a", "b"], "documents": ["a", "c"]}, "/score")
-        assert [each["object"] for each in pairs["data"]] == ["score", "score"]
+        assert [entry["object"] for entry in pairs["data"]] == ["score", "score"]
 
     on_fleet(check, settings=QUIET)
 

@@ -49,7 +49,7 @@ class Hand:
     def run(self, until_s: float) -> None:
         """Fire all timers that are due until this time."""
         while due := [entry for entry in self._alarms if entry[0] <= until_s]:
-            entry = min(due, key=lambda each: each[:2])
+            entry = min(due, key=lambda sending: sending[:2])
             self._alarms.remove(entry)
             self.time = max(self.time, entry[0])
             entry[2]()

@@ -142,10 +142,10 @@ class EnvoyStream:
         first = await self.read() if first is None else first
         if first.HasField("immediate_response"):
             response = first.immediate_response
-            shown = {each.header.key: each.header.raw_value.decode() for each in response.headers.set_headers}
+            shown = {header.header.key: header.header.raw_value.decode() for header in response.headers.set_headers}
             return Answer(status=response.status.code, body=response.body, headers=shown)
         mutation = first.request_headers.response.header_mutation
-        added = {each.header.key: each.header.raw_value.decode() for each in mutation.set_headers}
+        added = {header.header.key: header.header.raw_value.decode() for header in mutation.set_headers}
         inner = first.dynamic_metadata.fields[NAMESPACE].struct_value.fields[DESTINATION].string_value
         answer = Answer(added.pop(DESTINATION), inner, added, list(mutation.remove_headers))
         while has_body:

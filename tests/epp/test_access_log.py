@@ -116,7 +116,7 @@ def test_a_response_that_breaks_off_is_a_failed_leg_of_its_engine(flag: str) -> 
             log = Log(rig)
             await log.send(entry(address(engines[1]), flags=(flag,)), entry("192.0.2.1:80", flags=(flag,)))
             await log.end()
-            assert [each.availability.up for each in rig.gateway.runtime.engines.values()] == [True, False]
+            assert [engine.availability.up for engine in rig.gateway.runtime.engines.values()] == [True, False]
             assert 'kvroute_leg_failures_total{leg="decode",engine="engine1",kind="reset"} 1' in await rig.metrics()
 
     run(main())

@@ -139,7 +139,7 @@ def test_a_renewed_certificate_is_served_while_streams_go_on(
             assert await rig.becomes_idle()
 
     run(main())
-    assert [each["field"] for each in logged(caplog, "certificate_renewed")] == ["gateway.listen.tls"]
+    assert [line["field"] for line in logged(caplog, "certificate_renewed")] == ["gateway.listen.tls"]
     assert not logged(caplog, "certificate_refused")
 
 

@@ -52,7 +52,9 @@ def discovered_config(section: str = "", **options: Any) -> dict[str, Any]:
 def filters_of(config: dict[str, Any]) -> dict[str, Any]:
     """Return the HTTP filters by name."""
     manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
-    return {each["name"].rpartition(".")[2]: each["typed_config"] for each in manager["http_filters"]}
+    return {
+        http_filter["name"].rpartition(".")[2]: http_filter["typed_config"] for http_filter in manager["http_filters"]
+    }
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_every_instance_is_an_endpoint_and_prefill_instances_serve_nothing_in_tu
     pool, picker = config_of()["static_resources"]["clusters"]
     found = {
         group["priority"]: [
-            each["endpoint"]["address"]["socket_address"]["port_value"] for each in group["lb_endpoints"]
+            member["endpoint"]["address"]["socket_address"]["port_value"] for member in group["lb_endpoints"]
         ]
         for group in pool["load_assignment"]["endpoints"]
     }
@@ -109,10 +111,10 @@ def test_envoy_fails_as_asked(fail_open: bool) -> None:
 def test_discovered_engines_have_one_cluster_for_each_attempt() -> None:
     """Each takes its address from the metadata of the picker's choice, which clients cannot set."""
     pool, *attempts, picker = discovered_config("  retries: {attempts: 3}\n")["static_resources"]["clusters"]
-    assert [each["name"] for each in pool["cluster_type"]["typed_config"]["clusters"]] == [
-        each["name"] for each in attempts
+    assert [cluster["name"] for cluster in pool["cluster_type"]["typed_config"]["clusters"]] == [
+        attempt["name"] for attempt in attempts
     ]
-    keys = [each["original_dst_lb_config"]["metadata_key"] for each in attempts]
+    keys = [attempt["original_dst_lb_config"]["metadata_key"] for attempt in attempts]
     message = {"envoy.lb": {ATTEMPTS: {"1": "10.0.0.1:80", "2": "10.0.0.2:80", "3": "[::1]:80"}}}
     found = [message[key["key"]][key["path"][0]["key"]][key["path"][1]["key"]] for key in keys]
     assert json_format.MessageToDict(metadata_of("10.0.0.1:80,10.0.0.2:80,[::1]:80"))["envoy.lb"] == {
@@ -120,7 +122,7 @@ def test_discovered_engines_have_one_cluster_for_each_attempt() -> None:
         **message["envoy.lb"],
     }
     assert found == ["10.0.0.1:80", "10.0.0.2:80", "[::1]:80"]
-    assert not any("use_http_header" in each["original_dst_lb_config"] for each in attempts)
+    assert not any("use_http_header" in attempt["original_dst_lb_config"] for attempt in attempts)
     assert picker["name"] == "kvroute_picker"
     single, _ = discovered_config("  retries: {attempts: 1}\n")["static_resources"]["clusters"]
     assert (single["name"], single["type"]) == (pool["name"], attempts[0]["type"])
@@ -163,7 +165,7 @@ def route_of(config: dict[str, Any], path: str, method: str) -> str:
     manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
     for route in manager["route_config"]["virtual_hosts"][0]["routes"]:
         match = route["match"]
-        methods = [each["string_match"]["safe_regex"]["regex"] for each in match.get("headers", [])]
+        methods = [header["string_match"]["safe_regex"]["regex"] for header in match.get("headers", [])]
         fits = re.fullmatch(match["safe_regex"]["regex"], path) if "safe_regex" in match else path == match.get("path")
         if (fits or match.get("prefix") == "/") and all(re.fullmatch(regex, method) for regex in methods):
             return route["route"]["cluster"] if "route" in route else str(route["direct_response"]["status"])
@@ -276,6 +278,6 @@ def test_the_configuration_for_a_pool_needs_neither_file_nor_server(
     code, text = run_epp(capsys, monkeypatch, "--kubernetes", "--pool", "llm/a", "--print-envoy-config")
     assert code == 0
     clusters = json.loads(text)["static_resources"]["clusters"]
-    assert [each["name"] for each in clusters][:2] == ["kvroute_engines", "kvroute_engines_1"]
+    assert [cluster["name"] for cluster in clusters][:2] == ["kvroute_engines", "kvroute_engines_1"]
     code, error = run_epp(capsys, monkeypatch, "--print-envoy-config")
     assert (code, "no cluster file is given; give a YAML file" in error) == (2, True)

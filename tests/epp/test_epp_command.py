@@ -126,7 +126,7 @@ def test_discovered_engines_are_picked_as_they_come_and_go(tmp_path: Path) -> No
             write(file, [])
             made = Deployment.of(DISCOVERY, str(tmp_path / "cluster.yaml"))
             async with picking(made) as rig:
-                assert [await rig.health(each) for each in ("readiness", "liveness")] == [2, 1]
+                assert [await rig.health(service) for service in ("readiness", "liveness")] == [2, 1]
                 assert (await rig.stream().ask(completion_body())).status == 503
                 write(file, entries[:1])
                 up = rig.gateway.runtime.engines

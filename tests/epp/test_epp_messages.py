@@ -71,7 +71,7 @@ def test_the_served_endpoint_is_empty_if_there_is_none() -> None:
 def test_pieces_are_the_body_and_only_the_last_one_ends_it(size: int, ends: bool) -> None:
     """Each is below the 64 KiB at which Envoy splits messages."""
     body = bytes(size)
-    pieces = [each.response.body_mutation.streamed_response for each in body_pieces(body, ends=ends)]
+    pieces = [piece.response.body_mutation.streamed_response for piece in body_pieces(body, ends=ends)]
     assert b"".join(piece.body for piece in pieces) == body
     assert [piece.end_of_stream for piece in pieces] == [False] * (len(pieces) - 1) + [ends]
     assert all(len(piece.body) <= PIECE_BYTES for piece in pieces)

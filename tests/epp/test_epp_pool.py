@@ -71,14 +71,16 @@ def test_each_target_port_of_a_pod_is_an_instance(tmp_path: Path) -> None:
         engines = alone(3)
         await install(rig.client)
         async with listening(engines):
-            await rig.client.must("POST", POOLS, pool_document("a", {"app": "x"}, [each.port for each in engines[:2]]))
+            await rig.client.must(
+                "POST", POOLS, pool_document("a", {"app": "x"}, [engine.port for engine in engines[:2]])
+            )
             await pod(rig)
             async with picking(deployed(rig)) as picker:
-                await until(lambda: up_of(picker) == {f"llm.p_{each.port}" for each in engines[:2]})
-                assert await picked(picker, 6) == {address(each) for each in engines[:2]}
+                await until(lambda: up_of(picker) == {f"llm.p_{engine.port}" for engine in engines[:2]})
+                assert await picked(picker, 6) == {address(engine) for engine in engines[:2]}
                 await targets(rig, *engines[1:])
-                await until(lambda: up_of(picker) == {f"llm.p_{each.port}" for each in engines[1:]})
-                assert await picked(picker, 6) == {address(each) for each in engines[1:]}
+                await until(lambda: up_of(picker) == {f"llm.p_{engine.port}" for engine in engines[1:]})
+                assert await picked(picker, 6) == {address(engine) for engine in engines[1:]}
                 assert await picker.becomes_idle()
 
     play(scenario, tmp_path)

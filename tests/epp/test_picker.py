@@ -70,7 +70,7 @@ async def play(rig: PickerRig, endpoints: list[str], what: dict[str, Any]) -> No
         stream.call.cancel()
         return
     answer = await stream.ask(body, path=path, subset=subset)
-    allowed = endpoints if what["subset"] is None else [each for each in endpoints if each in wanted]
+    allowed = endpoints if what["subset"] is None else [endpoint for endpoint in endpoints if endpoint in wanted]
     if not allowed:
         assert answer.status == 503
         return
@@ -217,7 +217,7 @@ def test_an_endpoint_that_refuses_is_skipped_and_counts_as_a_failure() -> None:
             for number in range(8):
                 stream = rig.stream()
                 answer = await stream.ask(completion_body(prompt=f"{number} word " * 20))
-                first, second = (names[each] for each in answer.endpoints[:2])
+                first, second = (names[endpoint] for endpoint in answer.endpoints[:2])
                 assert set(rig.booked()) == {first}
                 await stream.respond(200, answer.endpoints[1])
                 await until(partial(only_on, rig, second))

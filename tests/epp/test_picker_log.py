@@ -39,8 +39,8 @@ def test_a_log_of_subsets_sidecars_and_moved_decodes_replays(tmp_path: Path) -> 
     _, recorded = read_log(log)
     records = list(recorded)
     arrived = [record.event for record in records if isinstance(record.event, Arrived)]
-    assert [each.only is None for each in arrived] == [True, False, False]
-    assert all(each.both_on_arrival for each in arrived)
+    assert [arrival.only is None for arrival in arrived] == [True, False, False]
+    assert all(arrival.both_on_arrival for arrival in arrived)
     moved = [record for record in records if isinstance(record.event, Served)]
     assert len(moved) == 2
     for record in moved:

@@ -134,7 +134,7 @@ def test_a_client_that_leaves_during_the_prefill_frees_everything() -> None:
             assert not gate.cancelled
             gate.open.set()
             assert await rig.becomes_idle(), rig.held_resources()
-            assert [each.json["max_tokens"] for engine in decode for each in engine.received] == [1]
+            assert [request.json["max_tokens"] for engine in decode for request in engine.received] == [1]
             assert 'kvroute_abandoned_kv_total{outcome="fetched"} 1' in await rig.metrics()
 
     run(main())

@@ -110,7 +110,7 @@ def test_emulated_engines_behind_sidecars_move_the_kv() -> None:
                     await stream.respond(response.status, answer.endpoints[0])
                     assert (await response.json())["choices"][0]["text"] == expected[number]
                 await stream.end()
-            used = [prefiller for each in sidecars.values() for prefiller in each.prefillers]
+            used = [prefiller for sidecar in sidecars.values() for prefiller in sidecar.prefillers]
             assert len(used) == 4
             assert all(used)
             assert await rig.becomes_idle(), rig.held_resources()

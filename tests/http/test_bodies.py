@@ -140,9 +140,9 @@ def test_parsers_and_connections_are_freed_after_use() -> None:
         watched = {id(parser), id(connection)}  # no weak references: a compiled object does not support them
         del parser, connection
         assert not [
-            one
-            for one in gc.get_objects()
-            if id(one) in watched and isinstance(one, RequestParser | UpstreamConnection)
+            obj
+            for obj in gc.get_objects()
+            if id(obj) in watched and isinstance(obj, RequestParser | UpstreamConnection)
         ]
 
     with no_collector():

@@ -248,8 +248,8 @@ def test_handshakes_count_as_connections(tls: tuple[ssl.SSLContext, ssl.SSLConte
             await asyncio.sleep(0)
         assert await becomes_true(lambda: 0 < http_server.connections <= 10)
         await gets_response(port, trusting)
-        for each in silent:
-            each.close()
+        for connection in silent:
+            connection.close()
         assert await becomes_true(lambda: http_server.connections == 0)
         await http_server.drain(0)
 

@@ -129,11 +129,11 @@ def test_engines_get_the_decoded_body(path: str, name: str) -> None:
             sent = ENCODERS[name][1](msgspec.json.encode(fields))
             response = await send(front, path, sent, ENCODERS[name][0])
             assert response.status == 200
-            received = [each for engine in prefill + decode for each in engine.received]
+            received = [request for engine in prefill + decode for request in engine.received]
             assert received
-            for each in received:
-                assert each.json["messages"] == fields["messages"]
-                assert "content-encoding" not in each.headers
+            for request in received:
+                assert request.json["messages"] == fields["messages"]
+                assert "content-encoding" not in request.headers
             assert await front.becomes_idle(), front.held_resources()
 
     run(main())
@@ -175,8 +175,8 @@ def test_a_byte_order_mark_is_ignored(path: str) -> None:
                 body = b"\xef\xbb\xbf" + msgspec.json.encode(completion(prompt="hi " * size))
                 async with front.session.post(front.url + path, data=body) as response:
                     assert response.status == 200
-            received = [each for engine in prefill + decode for each in engine.received]
-            assert all(each.body.startswith(b"{") for each in received)
+            received = [request for engine in prefill + decode for request in engine.received]
+            assert all(request.body.startswith(b"{") for request in received)
             async with front.session.post(front.url + path, data=b"\xef\xbb\xbf") as response:
                 assert response.status == 400
 

@@ -37,7 +37,7 @@ from kvroute.http.forwarding.loop import (
 from kvroute.serve.api.requests import Kind
 from kvroute.serve.api.streams import DONE_CHUNK, STREAMS, USAGE_MARK
 
-FORMATS = {each.token_line: each for each in STREAMS.values()}
+FORMATS = {stream.token_line: stream for stream in STREAMS.values()}
 MARK = np.array(list(USAGE_MARK), np.uint8)
 SIZE_LINE = re.compile(rb"([1-9a-f][0-9a-f]{0,6})\r\n")
 

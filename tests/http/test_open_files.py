@@ -38,7 +38,7 @@ def test_serve_raises_the_limit_of_open_files(tmp_path: Path) -> None:
             while not ready.exists():
                 assert process.poll() is None
                 time.sleep(0.01)
-            [line] = [each for each in limits_of(process.pid) if each.startswith("Max open files")]
+            [line] = [row for row in limits_of(process.pid) if row.startswith("Max open files")]
             soft, hard = line.split()[3:5]
             assert int(soft) == min(int(hard), 1 << 20) >= 3 * 200
         finally:
@@ -66,7 +66,7 @@ def test_serve_warns_where_the_hard_limit_is_too_low(tmp_path: Path) -> None:
             assert process.poll() is None
             time.sleep(0.01)
         process.stdin.close()
-        [line] = [each for each in process.stderr.read().decode().splitlines() if "open_files_limit" in each]
+        [line] = [row for row in process.stderr.read().decode().splitlines() if "open_files_limit" in row]
         process.wait()
     assert f"is {LIMIT}, but limits.connections: 200 and 4 engines may need {wanted(200, 4)}" in line
     assert f"set limits.connections to {(LIMIT - wanted(0, 4)) // 3}" in line

@@ -149,7 +149,7 @@ def test_ambiguous_requests_are_rejected_and_reach_no_engine(how: str) -> None:
                 assert answers, attack
                 assert answers[-1] in REFUSED, attack
                 assert answers.count(200) == (how == "behind-another"), attack
-            received: list[ReceivedRequest] = [each for engine in prefill + decode for each in engine.received]
+            received: list[ReceivedRequest] = [request for engine in prefill + decode for request in engine.received]
             assert not received
             assert (await front.post(completion())).status == 200
 

@@ -50,8 +50,8 @@ class Pair:
         self.sink, self.client = socket.socketpair()
         if send_bytes:
             self.sink.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
-        for each in (self.engine, self.source, self.sink, self.client):
-            each.setblocking(False)
+        for sock in (self.engine, self.source, self.sink, self.client):
+            sock.setblocking(False)
         self.forwarder = forwarder
         self.returned: asyncio.Future[Forwarded] = asyncio.get_running_loop().create_future()
 
@@ -68,8 +68,8 @@ class Pair:
         return data
 
     def close(self) -> None:
-        for each in (self.engine, self.source, self.sink, self.client):
-            each.close()
+        for sock in (self.engine, self.source, self.sink, self.client):
+            sock.close()
 
 
 @contextmanager
@@ -178,11 +178,11 @@ def test_a_stream_that_has_come_back_already_can_be_taken_back() -> None:
     async def scenario() -> None:
         async with forwarding() as forwarder:
             with pair(forwarder) as one, pair(forwarder) as other:
-                for each in (one, other):
-                    each.begin()
-                    each.engine.send(CHUNK + END)
-                for each in (one, other):
-                    _wait_until_readable(each.client)
+                for joined in (one, other):
+                    joined.begin()
+                    joined.engine.send(CHUNK + END)
+                for joined in (one, other):
+                    _wait_until_readable(joined.client)
                 assert one.stream.take_back().unparsed == END
                 assert (await other.returned).unparsed == END
                 assert not one.returned.done()
@@ -271,9 +271,9 @@ def test_rows_are_used_again_at_once_while_streams_come_back_from_both_sides() -
 def epoll_of_this_process() -> int:
     """Return the newest epoll instance: the thread's. The event loop has an older one."""
     return max(
-        int(each.name)
-        for each in Path("/proc/self/fd").iterdir()
-        if each.is_symlink() and "eventpoll" in os.readlink(each)
+        int(path.name)
+        for path in Path("/proc/self/fd").iterdir()
+        if path.is_symlink() and "eventpoll" in os.readlink(path)
     )
 
 

@@ -48,7 +48,7 @@ def test_engines_are_reached_over_https(
                 for streams in (False, True):
                     response = await front.post(completion(stream=streams))
                     assert (response.status, len(response.text.split())) == (200, 3)
-                assert all(each.availability.up for each in front.gateway.runtime.engines.values())
+                assert all(client.availability.up for client in front.gateway.runtime.engines.values())
             else:
                 assert (await front.post(completion())).status in (502, 503)
                 assert await front.becomes("prefill0", False)

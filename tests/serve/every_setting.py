@@ -102,7 +102,7 @@ def _examples(known: inspect.Type) -> list[Any]:
     if isinstance(known, inspect.Metadata):
         return list((known.extra_json_schema or {}).get("examples", []))
     if isinstance(known, inspect.UnionType):
-        return [example for each in known.types for example in _examples(each)]
+        return [example for alternative in known.types for example in _examples(alternative)]
     return []
 
 
@@ -110,5 +110,5 @@ def _forms(known: inspect.Type) -> list[inspect.Type]:
     if isinstance(known, inspect.Metadata):
         return _forms(known.type)
     if isinstance(known, inspect.UnionType):
-        return [form for each in known.types for form in _forms(each)]
+        return [form for alternative in known.types for form in _forms(alternative)]
     return [known]

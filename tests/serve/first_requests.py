@@ -125,8 +125,8 @@ async def first_requests(policy: str, variant: str, folder: Path) -> dict[str, l
         await until(ready.exists)
         await until(lambda: bool(ready.read_bytes()))
         endpoints = {
-            name: msgspec.structs.replace(each, url=each.url.replace("127.0.0.1", "localhost"))
-            for name, each in msgspec.json.decode(ready.read_bytes(), type=Ready).instances.items()
+            name: msgspec.structs.replace(instance, url=instance.url.replace("127.0.0.1", "localhost"))
+            for name, instance in msgspec.json.decode(ready.read_bytes(), type=Ready).instances.items()
         }
         gateway = Gateway(Deployment.read(file, endpoints=endpoints), seed=1)
         await gateway.start()

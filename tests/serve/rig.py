@@ -108,7 +108,7 @@ class RunningGateway:
     @property
     def requests(self) -> list[ProxiedRequest]:
         """The requests in progress."""
-        return [each for each in self.gateway.runtime.requests.values() if isinstance(each, ProxiedRequest)]
+        return [request for request in self.gateway.runtime.requests.values() if isinstance(request, ProxiedRequest)]
 
     async def metrics(self) -> str:
         """Get the metrics page from the admin port."""

@@ -145,12 +145,10 @@ async def check_nothing_held(gate: Rig) -> None:
     assert await becomes_true(lambda: not any(gate.counted_loads(gate.fleet))), gate.counted_loads(gate.fleet)
     assert all(line.endswith(" 0") for line in metric_lines(gate, "kvroute_transfers_in_flight"))
     gc.collect()
-    kept = Counter(
-        type(each).__name__ for each in gc.get_objects() if isinstance(each, ProxiedRequest | Leg | Exchange)
-    )
+    kept = Counter(type(obj).__name__ for obj in gc.get_objects() if isinstance(obj, ProxiedRequest | Leg | Exchange))
     assert not kept
     # Health checks and scrapes continue, at most one of each per instance.
-    assert sum(isinstance(each, Call) for each in gc.get_objects()) <= 2 * len(NAMES)
+    assert sum(isinstance(obj, Call) for obj in gc.get_objects()) <= 2 * len(NAMES)
 
 
 def metric_lines(gate: Rig, name: str) -> list[str]:

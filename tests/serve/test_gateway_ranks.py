@@ -67,7 +67,7 @@ def test_a_request_reaches_the_ranks_that_were_chosen(tmp_path: Path) -> None:
             assert [reply.status for reply in replies] == [200] * 24
             assert await gate.becomes_idle(), gate.held_resources()
             engines = {name: server.engine for name, server in gate.fleet.servers.items()}
-        prompts = {name: each.counters.prefill_s.counts for name, each in engines.items() if name not in RANKS}
+        prompts = {name: engine.counters.prefill_s.counts for name, engine in engines.items() if name not in RANKS}
         pulled = Counter({(s, n): p.transfers for n in RANKS for s, p in engines[n].counters.pulled.items()})
         return {name: sum(counts) for name, counts in prompts.items()}, pulled
 
@@ -78,8 +78,10 @@ def test_a_request_reaches_the_ranks_that_were_chosen(tmp_path: Path) -> None:
     for record, again in replay(control, records):
         assert decisions_equal(record.decisions, again)
         decisions += record.decisions
-    assert prompts == Counter(each.instance for each in decisions if isinstance(each, Prefill))
-    assert pulled == Counter((each.source, each.target) for each in decisions if isinstance(each, Decode))
+    assert prompts == Counter(decision.instance for decision in decisions if isinstance(decision, Prefill))
+    assert pulled == Counter(
+        (decision.source, decision.target) for decision in decisions if isinstance(decision, Decode)
+    )
     assert all(prompts.values())
     assert {target for _, target in pulled} == set(RANKS)
 
@@ -181,5 +183,5 @@ def test_kv_events_of_another_rank_are_reported(caplog: pytest.LogCaptureFixture
 
     with caplog.at_level("WARNING", logger="kvroute"):
         uvloop.run(run())
-    (warning,) = [each for each in caplog.records if each.message == "kv_events_of_another_rank"]
+    (warning,) = [record for record in caplog.records if record.message == "kv_events_of_another_rank"]
     assert "its KV events are those of rank 0, but by those of decode0_dp" in str(warning.__dict__)

@@ -49,7 +49,7 @@ def without_collector() -> Iterator[Callable[[], Counter[str]]]:
         gc.set_debug(gc.DEBUG_SAVEALL)
         try:
             gc.collect()
-            kinds = [f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.garbage]
+            kinds = [f"{type(obj).__module__}.{type(obj).__qualname__}" for obj in gc.garbage]
         finally:
             gc.set_debug(0)
             gc.garbage.clear()
@@ -172,7 +172,7 @@ def test_a_replaced_cluster_is_freed_with_its_last_request(policy: str) -> None:
                     await until(lambda: gate.held_resources()["requests"] > 0)
                     assert await gate.gateway.reload(read)
                     assert len((await running).events) == 40
-                    await until(lambda references=parts: not any(each() for each in references))  # type: ignore[misc]
+                    await until(lambda references=parts: not any(reference() for reference in references))  # type: ignore[misc]
                 assert await gate.becomes_idle(), gate.held_resources()
                 assert cyclic() == {}
 
@@ -183,7 +183,7 @@ def _parts(runtime: ClusterRuntime) -> list[weakref.ref[Any]]:
     """Return weak references to the objects that must be freed with a cluster."""
     engines = runtime.engines.values()
     pools = [engine.pool for engine in engines]
-    return [weakref.ref(each) for each in (runtime, runtime.control, runtime.control.oracle, *engines, *pools)]
+    return [weakref.ref(engine) for engine in (runtime, runtime.control, runtime.control.oracle, *engines, *pools)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 3), min_size=1, max_size=8)), max_size=20))
@@ -198,7 +198,7 @@ def test_a_prefix_index_is_freed_without_the_garbage_collector(stored: list[tupl
     try:
         assert sum(index.dismantle()) == len(prefixes)
         del index
-        assert not [each for each in gc.get_objects() if isinstance(each, PrefixNode) and each.end]
+        assert not [obj for obj in gc.get_objects() if isinstance(obj, PrefixNode) and obj.end]
     finally:
         gc.enable()
         gc.unfreeze()

@@ -23,7 +23,7 @@ def test_each_key_gives_its_name_and_other_keys_are_rejected(
     random: list[bytes], other_bytes: bytes, data: st.DataObject
 ) -> None:
     """The result of a check does not depend on the order or the number of earlier checks."""
-    made = {f"client{index}": new_key(each) for index, each in enumerate(random)}
+    made = {f"client{index}": new_key(secret) for index, secret in enumerate(random)}
     keys = Keys({name: hashed for name, (_, hashed) in made.items()})
     for name in data.draw(st.lists(st.sampled_from(sorted(made)), max_size=12)):
         assert keys.name_of(f"Bearer {made[name][0]}".encode()) == name

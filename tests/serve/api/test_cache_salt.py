@@ -54,10 +54,10 @@ def test_two_requests_share_a_salt_if_and_only_if_owner_and_own_salt_are_equal(
     own = ["", *own, *(f"tenant:{key}" for key in keys)]
     requests = [(key, text) for key in keys for text in own]
     for (key, text), (other, other_text) in combinations(requests * 2, 2):
-        owners = [("tenant", tenants[each]) if each in tenants else ("key", each) for each in (key, other)]
+        owners = [("tenant", tenants[name]) if name in tenants else ("key", name) for name in (key, other)]
         same = owners[0] == owners[1] and text == other_text
         assert (salts.salt(key, text) == salts.salt(other, other_text)) is same
-    assert all(salts.salt(*each) != CacheSalts(tenants, b"another").salt(*each) for each in requests)
+    assert all(salts.salt(*request) != CacheSalts(tenants, b"another").salt(*request) for request in requests)
 
 
 def test_salts_are_accepted_by_engines() -> None:
@@ -194,8 +194,8 @@ def test_kv_events_of_salted_prompts_give_the_hashes_of_their_requests(salt: str
     }
     event |= {"block_size": 2, "lora_id": None, "medium": "GPU", "lora_name": None, "extra_keys": keys}
     blocks = EngineBlocks("p0", 2)
-    for each in read_batch(msgspec.msgpack.encode([0.0, [event], 0])).events:
-        blocks.apply(each)
+    for stored_event in read_batch(msgspec.msgpack.encode([0.0, [event], 0])).events:
+        blocks.apply(stored_event)
     (stored,) = blocks.changes(0.0)
     assert stored.blocks == block_hashes(whole, 2, salt_seed(salt))  # type: ignore[union-attr]
     assert blocks.counts.foreign == 0

@@ -151,7 +151,7 @@ def _has_float(body: Any) -> bool:
     excludes in words."""
     prompt = body.get("prompt") if isinstance(body, dict) else None
     lists = prompt if isinstance(prompt, list) else []
-    return any(isinstance(each, float) for part in [lists, *lists] if isinstance(part, list) for each in part)
+    return any(isinstance(element, float) for part in [lists, *lists] if isinstance(part, list) for element in part)
 
 
 def _has_special_name(case: Case[Any]) -> bool:
@@ -165,7 +165,7 @@ def _too_many_choices(body: Any) -> bool:
     if not isinstance(body, dict) or not isinstance(body.get("n"), int):
         return False
     prompts = body.get("prompt")
-    count = len(prompts) if isinstance(prompts, list) and not all(isinstance(each, int) for each in prompts) else 1
+    count = len(prompts) if isinstance(prompts, list) and not all(isinstance(prompt, int) for prompt in prompts) else 1
     return int(body["n"]) * count > ANSWERS_MAX
 
 

@@ -163,6 +163,6 @@ def test_no_bytes_make_the_form_reader_fail(noise: bytes, at: int) -> None:
     else:
         assert len(form.text("model")) <= len(body)
         rest = read_form(b"multipart/form-data", b"boundary=b", form.without({"model"}))
-        assert [field.name for field in rest.fields] == [each.name for each in form.fields if each.name != "model"]
+        assert [field.name for field in rest.fields] == [field.name for field in form.fields if field.name != "model"]
     with suppress(RequestError):
         assert read_form(b"multipart/form-data", noise, FORM).text("model") == "whisper"

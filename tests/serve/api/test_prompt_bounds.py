@@ -132,12 +132,12 @@ def test_a_text_that_cannot_fit_is_rejected_before_it_is_tokenized(folder: Path,
 
 def test_token_ids_are_counted_with_and_without_a_tokenizer(folder: Path, prompts: Prompts) -> None:
     rough = Prompts(context_tokens=CONTEXT)
-    for each in (prompts, rough):
-        sized = each.blocks_now(plain([1] * CONTEXT))
+    for reader in (prompts, rough):
+        sized = reader.blocks_now(plain([1] * CONTEXT))
         assert sized is not None
         assert sized.input_tokens == CONTEXT
-        assert refusal(each, plain([1] * (CONTEXT + 1))).code == "context_length_exceeded"
-        assert refusal(each, plain([1] * 100_000)).code == "context_length_exceeded"
+        assert refusal(reader, plain([1] * (CONTEXT + 1))).code == "context_length_exceeded"
+        assert refusal(reader, plain([1] * 100_000)).code == "context_length_exceeded"
     rough.close()
 
 

@@ -46,12 +46,12 @@ class Readers:
                 del running[ticket]
                 self.ended[ticket] = now
                 started = queue.leave(ticket, now)
-            for each in started:
-                self.began[each] = now
-                running[each] = now + sizes[each] / self.pace
-            self.most_bytes = max(self.most_bytes, sum(sizes[each] for each in running))
+            for task in started:
+                self.began[task] = now
+                running[task] = now + sizes[task] / self.pace
+            self.most_bytes = max(self.most_bytes, sum(sizes[prompt] for prompt in running))
             assert len(running) == queue.running
-            lanes = {queue.lane(each): sizes[each] for each in running}
+            lanes = {queue.lane(prompt): sizes[prompt] for prompt in running}
             assert len(lanes) == len(running), "one at a time"
             assert all(nbytes <= LANE_LIMITS[lane] for lane, nbytes in lanes.items())
         assert queue.waiting == 0
@@ -99,11 +99,11 @@ def test_a_prompt_is_overtaken_only_by_those_that_arrive_soon_after_it(plan: lis
     queue = PromptQueue(1e6)
     readers = Readers()
     readers.play(plan)
-    for one, (arrived_s, nbytes) in enumerate(plan):
+    for number, (arrived_s, nbytes) in enumerate(plan):
         for other, (later_s, size) in enumerate(plan):
             same = queue.size_class(size) == queue.size_class(nbytes)
             if same and later_s > arrived_s + nbytes / AGEING_BYTES_PER_S:
-                assert readers.began[one] <= readers.began[other]
+                assert readers.began[number] <= readers.began[other]
 
 
 def test_a_small_prompt_starts_at_once_while_large_ones_are_read() -> None:

@@ -52,12 +52,12 @@ def engine_stream(kind: str, name: str, words: Words, done: int, prompt_tokens: 
 def read(stream: bytes) -> list[dict[str, Any]]:
     """The documents of a client's stream."""
     assert stream.endswith(b"data: [DONE]\n\n")
-    return [msgspec.json.decode(each[6:]) for each in stream.split(b"\n\n")[:-2]]
+    return [msgspec.json.decode(chunk[6:]) for chunk in stream.split(b"\n\n")[:-2]]
 
 
 def text_of(documents: list[dict[str, Any]]) -> str:
     pieces = [choice for document in documents for choice in document["choices"]]
-    return "".join([each.get("text") or each.get("delta", {}).get("content") or "" for each in pieces])
+    return "".join([piece.get("text") or piece.get("delta", {}).get("content") or "" for piece in pieces])
 
 
 @given(
@@ -99,18 +99,18 @@ def test_wherever_streams_break_off_the_client_gets_the_whole_response(
     stream += b"".join([record.relayed(event) for event in events])
     documents = read(stream)
     assert text_of(documents) == "".join([text for _, text in words])
-    assert {(each["id"], each["object"], each["created"]) for each in documents} <= {
+    assert {(document["id"], document["object"], document["created"]) for document in documents} <= {
         ("engine0", f"{kind}-object", 7),
         ("engine0", "chat.completion.chunk", 7),
     }
-    assert [choice["finish_reason"] for each in documents for choice in each["choices"]][-1] == "length"
+    assert [choice["finish_reason"] for document in documents for choice in document["choices"]][-1] == "length"
     assert documents[-1]["usage"] == {
         "prompt_tokens": len(PROMPT_IDS),
         "completion_tokens": total,
         "total_tokens": len(PROMPT_IDS) + total,
     }
     assert record.tokens == total
-    for holder in [*documents, *[choice for each in documents for choice in each["choices"]]]:
+    for holder in [*documents, *[choice for document in documents for choice in document["choices"]]]:
         assert holder.get("token_ids") is None
         assert holder.get("prompt_token_ids") is None
 

@@ -38,7 +38,7 @@ ENTRIES = st.lists(
             "kv_events": st.just("tcp://10.0.0.1:5557"),
         },
     ),
-    unique_by=lambda each: each["name"],
+    unique_by=lambda engine: engine["name"],
     max_size=6,
 )
 
@@ -168,7 +168,7 @@ def test_replaced_and_rewritten_files_are_read(tmp_path: Path) -> None:
             (tmp_path / "other").write_text("x")
             write(path, [entry("d")])
             await until(lambda: names(reports) == ["d"])
-            assert all(one != other for one, other in itertools.pairwise(reports))
+            assert all(first != other for first, other in itertools.pairwise(reports))
 
     run(main())
 

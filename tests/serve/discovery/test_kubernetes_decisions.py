@@ -74,8 +74,8 @@ def test_tiers_and_their_speeds_reach_decisions(policy: str, tmp_path: Path) -> 
     play(scenario, tmp_path)
     command = kvroute_command("explain", str(tmp_path / "events.log"), "0", "--json")
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    [decision] = [each for each in json.loads(out)["decisions"] if each["kind"] == "decode"]
-    found = {each["name"]: each for each in decision["candidates"]}
+    [decision] = [made for made in json.loads(out)["decisions"] if made["kind"] == "decode"]
+    found = {candidate["name"]: candidate for candidate in decision["candidates"]}
     assert [found[f"llm.decode{tier}"]["tier"] for tier in range(5)] == [0, 1, 2, 3, 4]
     pace, share = ("effective_bytes_per_s", 1e-6) if policy == "netkv" else ("pace_bytes_per_s", 0.1)
     # foresight expects that two flows of a transfer sometimes draw the same uplink

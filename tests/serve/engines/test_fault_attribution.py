@@ -177,7 +177,7 @@ def poisonous(gate: Gate | None = None, harm: Serve | None = None) -> Serve:
 
 def up(front: RunningGateway) -> list[str]:
     """Return the names of the available instances."""
-    return sorted(name for name, each in front.gateway.runtime.engines.items() if each.availability.up)
+    return sorted(name for name, engine in front.gateway.runtime.engines.items() if engine.availability.up)
 
 
 def received(engines: list[Engine]) -> int:

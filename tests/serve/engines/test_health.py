@@ -28,7 +28,7 @@ def test_health_changes_only_after_consecutive_opposite_checks(
         needed = failures if up else successes
         if known is None and number == 0:
             needed = 1
-        flips = len(history) >= needed and all(each is not up for each in history[-needed:])
+        flips = len(history) >= needed and all(observed is not up for observed in history[-needed:])
         assert health.record(passed) is flips
         if flips:
             up, history = not up, []

@@ -105,7 +105,7 @@ def test_below_the_panic_threshold_all_listening_instances_get_requests(
                 availability.failed(attempt, now)
         else:
             availability.succeeded(availability.started(now), now)
-        active = {each.role: each.state.active for each in panics.sets}
+        active = {panic.role: panic.state.active for panic in panics.sets}
         for role in ("prefill", "decode"):
             members = [n for n in NAMES if INSTANCES[n] in (role, "both")]
             counted = [n for n in members if n not in held and n not in stopped]
@@ -127,7 +127,7 @@ def test_below_the_panic_threshold_all_listening_instances_get_requests(
                 availability = engines[n].availability
                 assert reported[n] == (availability.healthy and n not in held and availability.breaker.allows(now))
     for role in ("prefill", "decode"):
-        changes = [state for each, state in panic_changes if each == role]
+        changes = [state for change, state in panic_changes if change == role]
         assert changes == [number % 2 == 0 for number in range(len(changes))], "begin and end alternate"
     if share == 0:
         assert not panic_changes
@@ -148,7 +148,7 @@ def test_panic_begins_below_half_of_the_instances() -> None:
     panics = Panics(
         engines,
         0.5,
-        lambda each: panic_changes.append((each.model, each.role, each.state.available, each.state.instances)),
+        lambda panic: panic_changes.append((panic.model, panic.role, panic.state.available, panic.state.instances)),
     )
     for name in ("decode0", "decode1", "decode2"):
         engines[name].availability.set_healthy(False, 1.0)

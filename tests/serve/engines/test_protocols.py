@@ -229,7 +229,7 @@ def test_sglang_legs_have_one_room_per_sequence(n: int, prompts: int, room: int)
     rooms = [body["bootstrap_room"]] if n * prompts == 1 else body["bootstrap_room"]
     assert len(set(rooms)) == n * prompts
     assert rooms[0] == room
-    assert all(0 <= each < 2**63 for each in rooms)
+    assert all(0 <= room_number < 2**63 for room_number in rooms)
     if n * prompts > 1:
         assert body["bootstrap_host"] == ["[::1]"] * (n * prompts)
         assert body["bootstrap_port"] == [9] * (n * prompts)
@@ -324,8 +324,8 @@ def test_without_an_address_a_decode_leg_needs_the_prefill_response() -> None:
 
 def test_every_protocol_has_traits_and_a_class() -> None:
     assert set(TRAITS) == set(PROTOCOLS) == set(get_args(KvProtocol))
-    assert all(each.concurrent_legs == TRAITS[name].concurrent_legs for name, each in PROTOCOLS.items())
-    assert all(each.returns_params == TRAITS[name].returns_params for name, each in PROTOCOLS.items())
+    assert all(protocol.concurrent_legs == TRAITS[name].concurrent_legs for name, protocol in PROTOCOLS.items())
+    assert all(protocol.returns_params == TRAITS[name].returns_params for name, protocol in PROTOCOLS.items())
 
 
 def test_one_instance_serves_what_a_protocol_cannot_split() -> None:

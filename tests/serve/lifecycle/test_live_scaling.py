@@ -94,7 +94,7 @@ def test_an_instance_is_drained_then_stopped_and_started_again_under_load(tmp_pa
     uvloop.run(run())
     header, found_records = read_log(log)
     records = list(found_records)
-    found = {type(each) for record in records for each in record.decisions}
+    found = {type(decision) for record in records for decision in record.decisions}
     assert {Replicas, ScaleIn, ScaleOut} <= found
     again = replay(header.spec.build(parse(SLOW)), records)
     assert all(decisions_equal(record.decisions, now) for record, now in again)

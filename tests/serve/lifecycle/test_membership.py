@@ -68,7 +68,7 @@ def test_engines_come_and_go_under_load(tmp_path: Path, caplog: pytest.LogCaptur
         if name not in listed:
             await fleet.servers[name].come_back()
             listed.add(name)
-        elif sum(each.startswith(role) for each in listed) > 1:
+        elif sum(listed_name.startswith(role) for listed_name in listed) > 1:
             listed.remove(name)
         else:
             return False
@@ -98,7 +98,7 @@ def test_engines_come_and_go_under_load(tmp_path: Path, caplog: pytest.LogCaptur
             assert listed < set(everyone)
             assert not any(f'engine="{name}"' in page for name in set(everyone) - listed)
             assert all(f'kvroute_instance_up{{engine="{name}"' in page for name in listed)
-            assert {each.name for each in gate.gateway.state.layout.instances} == listed
+            assert {instance.name for instance in gate.gateway.state.layout.instances} == listed
 
     run(main())
     assert not [record for record in caplog.records if record.message in ("leg_failed", "cluster_change_failed")]

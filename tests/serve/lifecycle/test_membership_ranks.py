@@ -20,21 +20,21 @@ def test_all_ranks_of_an_engine_join_and_leave(tmp_path: Path) -> None:
         other = Engine("decode1", "decode")
         async with listening([*engines, other]):
             entries = {
-                each.name: {
-                    "name": each.name,
-                    "role": each.role,
-                    "url": f"http://127.0.0.1:{each.port}",
-                    "node": f"node-{each.name}",
-                    "dp": each.ranks,
+                engine.name: {
+                    "name": engine.name,
+                    "role": engine.role,
+                    "url": f"http://127.0.0.1:{engine.port}",
+                    "node": f"node-{engine.name}",
+                    "dp": engine.ranks,
                 }
-                for each in [*engines, other]
+                for engine in [*engines, other]
             }
             async with discovering(tmp_path, entries, [], IN_TURN) as rig:
                 rig.list(["prefill0", "decode0"])
                 await rig.becomes_up(*RANKS)
                 for _ in range(4):
                     assert (await rig.post(completion())).status == 200
-                assert [ranks_in(each.received) for each in engines] == [{"0": 2, "1": 2}] * 2
+                assert [ranks_in(engine.received) for engine in engines] == [{"0": 2, "1": 2}] * 2
                 rig.list(["prefill0", "decode1"])
                 await rig.becomes_up("prefill0_dp0", "prefill0_dp1", "decode1")
                 await until(lambda: rig.members == {"prefill0_dp0", "prefill0_dp1", "decode1"})

@@ -204,7 +204,7 @@ def test_the_prefix_index_is_carried_over(tmp_path: Path) -> None:
             assert after is not before
             for index, chains in enumerate(held):  # engines' last KV events may arrive after the reload and add blocks
                 current_chains = list(after.chains(index))
-                assert all(any(each[: len(chain)] == chain for each in current_chains) for chain in chains)
+                assert all(any(current[: len(chain)] == chain for current in current_chains) for chain in chains)
             assert (await gate.ask(f"0 {PROMPT}")).status == 200
             assert await gate.becomes_idle(), gate.held_resources()
             assert await gate.gateway.reload(_reader(gate, "  prompt: {block_tokens: 32}\n"))
@@ -486,7 +486,7 @@ def test_sessions_keep_their_instances_over_a_reload(tmp_path: Path) -> None:
             assert len({(prefill, decode) for _, prefill, decode in before.sessions}) > 1
             assert await gate.gateway.reload(_reader(gate, section))
             control = gate.gateway.runtime.control
-            await until(lambda: [each.sessions for each in control.sessions(0.0)] == [before.sessions])
+            await until(lambda: [session.sessions for session in control.sessions(0.0)] == [before.sessions])
 
     uvloop.run(run())
     assert _replays(log)

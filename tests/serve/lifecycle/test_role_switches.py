@@ -276,7 +276,7 @@ def test_a_reload_keeps_switched_roles(tmp_path: Path) -> None:
             load = LoadGenerator(gate)
             await wait_for_counter(gate, OUTCOMES, 1, outcome="switched")
             await load.end()
-            roles = {name: each.role for name, each in gate.gateway.runtime.engines.items()}
+            roles = {name: engine.role for name, engine in gate.gateway.runtime.engines.items()}
             endpoints = gate.fleet.ready().instances
             assert await gate.gateway.reload(lambda: Deployment.of(TEXT + section, "new.yaml", endpoints=endpoints))
             assert {n: s.role for n, s in gate.gateway.runtime.engines.items()} == roles
@@ -324,7 +324,7 @@ def test_without_a_hook_a_review_only_reports_the_best_split(caplog: pytest.LogC
             gain = await metric(gate, "kvroute_review_gain_ratio")
             assert gain is not None
             assert gain > 0.5
-            assert all(each.role == each.instance.role for each in gate.gateway.runtime.engines.values())
+            assert all(engine.role == engine.instance.role for engine in gate.gateway.runtime.engines.values())
 
     uvloop.run(run())
     reasons = [record.__dict__["fields"]["reason"] for record in caplog.records if record.message == "review"]

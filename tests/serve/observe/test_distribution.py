@@ -32,7 +32,7 @@ def test_a_quantile_is_right_to_half_a_percent(times: list[float], share: float)
 def test_the_sum_of_parts_is_the_whole(parts: list[list[float]], share: float) -> None:
     """However the times are divided."""
     merged = Distribution([counts_of(np.array(part)) for part in parts])
-    whole = Distribution([counts_of(np.array([each for part in parts for each in part]))])
+    whole = Distribution([counts_of(np.array([ttft_s for part in parts for ttft_s in part]))])
     assert merged.count == whole.count
     assert merged.quantile_s(share) == whole.quantile_s(share)
     assert merged.least_above_s(share) == whole.least_above_s(share)

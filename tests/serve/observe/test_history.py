@@ -35,7 +35,7 @@ def test_points_have_the_values_of_their_steps(drawn: list[tuple[float, int, lis
         at += duration_s
         assert history.is_due(at)
         arrivals, answered = arrivals + arrived, answered + len(times)
-        ttft_s, kv_bytes = np.array([each for each, _ in times]), np.array([nbytes for _, nbytes in times])
+        ttft_s, kv_bytes = np.array([seconds for seconds, _ in times]), np.array([nbytes for _, nbytes in times])
         history.add(at, arrivals=arrivals, answers=answered, ttft_s=ttft_s, kv_bytes=kv_bytes)
         assert not history.is_due(at + 0.9 * STEP_S)
         point = history.newest

@@ -86,7 +86,7 @@ def test_the_kv_of_a_prefill_in_progress_is_fetched(protocol: KvProtocol, stream
                 assert not gate.cancelled
                 assert front.held_resources()["core"] == 1
                 gate.open.set()
-            ((body,),) = [[each.json for each in engine.received] for engine in decode if engine.received]
+            ((body,),) = [[request.json for request in engine.received] for engine in decode if engine.received]
             assert (body["max_tokens"], body["stream"]) == (1, False)
             assert body["kv_transfer_params"]["do_remote_prefill"] is True
             assert outcomes(front) == (1, 0)

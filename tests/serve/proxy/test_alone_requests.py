@@ -62,7 +62,7 @@ def test_a_short_prompt_goes_to_a_decode_instance_and_a_long_one_to_a_pair(tmp_p
     uvloop.run(main())
     header, records = read_log(log)
     kept = list(records)
-    made = [tuple(type(each) for each in record.decisions) for record in kept if record.decisions]
+    made = [tuple(type(decision) for decision in record.decisions) for record in kept if record.decisions]
     assert made == [(Decode,), (Prefill,), (Decode,)]
     again = replay(header.spec.build(parse(SLOW)), kept)
     assert all(decisions_equal(record.decisions, decisions) for record, decisions in again)

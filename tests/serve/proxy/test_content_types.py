@@ -124,9 +124,9 @@ async def form_back(engine: Engine, request: web.BaseRequest, received: Received
     if received.headers["content-type"].startswith("application/x-www-form-urlencoded"):
         return web.json_response(parse_qsl(received.body.decode(), keep_blank_values=True, separator="&"))
     head = f"Content-Type: {received.headers['content-type']}\r\n\r\n"
-    parts = [each for each in message_from_bytes(head.encode() + received.body).walk() if not each.is_multipart()]
-    names = [unquote(str(each.get_param("name", header="content-disposition"))) for each in parts]
-    values = [str(each.get_payload()) for each in parts]
+    parts = [part for part in message_from_bytes(head.encode() + received.body).walk() if not part.is_multipart()]
+    names = [unquote(str(part.get_param("name", header="content-disposition"))) for part in parts]
+    values = [str(part.get_payload()) for part in parts]
     return web.json_response(list(zip(names, values, strict=True)))
 
 

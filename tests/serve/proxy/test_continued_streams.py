@@ -38,7 +38,7 @@ async def ask(gate: Rig, kind: str = "completions", **more: Any) -> GatewayRespo
 
 def content(event: dict[str, Any]) -> list[tuple[Any, Any, Any]]:
     """Return what a client reads in an event."""
-    return [(each.get("text"), each.get("delta"), each["finish_reason"]) for each in event["choices"]]
+    return [(choice.get("text"), choice.get("delta"), choice["finish_reason"]) for choice in event["choices"]]
 
 
 def counted(gate: Rig, sample: str) -> float:

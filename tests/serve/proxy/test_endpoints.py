@@ -129,7 +129,7 @@ def test_a_client_that_waits_for_100_continue_receives_it(streams: bool) -> None
             await writer.wait_closed()
             received = [*prefill[0].received, *prefill[1].received, *decode[0].received, *decode[1].received]
             assert len(received) == 2
-            assert not any("expect" in each.headers for each in received)
+            assert not any("expect" in request.headers for request in received)
 
     run(main())
 

@@ -76,11 +76,11 @@ def test_only_allowed_headers_reach_engines(path: str) -> None:
         prefill, decode = engines_of("vllm")
         async with stub_rig(prefill + decode) as front:
             assert (await front.post(body_for(path), path, headers=ALLOWED | OPERATOR_HEADERS)).status == 200
-            received = [each for engine in prefill + decode for each in engine.received]
+            received = [request for engine in prefill + decode for request in engine.received]
             assert received
-            for each in received:
-                assert set(each.headers) == ALWAYS_FORWARDED | {name.lower() for name in ALLOWED}
-                assert all(each.headers[name.lower()] == value for name, value in ALLOWED.items())
+            for request in received:
+                assert set(request.headers) == ALWAYS_FORWARDED | {name.lower() for name in ALLOWED}
+                assert all(request.headers[name.lower()] == value for name, value in ALLOWED.items())
 
     run(main())
 
@@ -90,9 +90,9 @@ def test_the_setting_allows_more_headers() -> None:
         prefill, decode = engines_of("vllm")
         async with stub_rig(prefill + decode, "  forward_headers: [X-Tenant, x-data-parallel-rank]\n") as front:
             assert (await front.post(completion(), headers=OPERATOR_HEADERS)).status == 200
-            for each in (each for engine in prefill + decode for each in engine.received):
-                assert (each.headers["x-tenant"], each.headers["x-data-parallel-rank"]) == ("a", "1")
-                assert "cookie" not in each.headers
+            for request in (request for engine in prefill + decode for request in engine.received):
+                assert (request.headers["x-tenant"], request.headers["x-data-parallel-rank"]) == ("a", "1")
+                assert "cookie" not in request.headers
 
     run(main())
 
@@ -113,11 +113,11 @@ def test_engine_fields_from_clients_are_removed(path: str) -> None:
         prefill, decode = engines_of("vllm")
         async with stub_rig(prefill + decode) as front:
             assert (await front.post(body_for(path, priority=1, **engine_fields), path)).status == 200
-            received = [each for engine in prefill + decode for each in engine.received]
+            received = [request for engine in prefill + decode for request in engine.received]
             assert received
-            for each in received:
-                assert b"10.6.6.6" not in each.body
-                assert each.json["priority"] == 1
+            for request in received:
+                assert b"10.6.6.6" not in request.body
+                assert request.json["priority"] == 1
 
     run(main())
 
@@ -193,8 +193,8 @@ def test_the_body_of_a_get_request_is_not_forwarded(method: str) -> None:
             response = await raw(front.gateway.port, head % (method.encode(), len(hidden)) + hidden)
             assert response.startswith(b"HTTP/1.1 200 ")
             assert (await front.post({"input": "a"}, "/v1/embeddings")).status == 200
-            received: list[ReceivedRequest] = [each for engine in prefill + decode for each in engine.received]
-            assert sorted(each.path for each in received) == ["/v1/embeddings", "/v1/models"]
+            received: list[ReceivedRequest] = [request for engine in prefill + decode for request in engine.received]
+            assert sorted(request.path for request in received) == ["/v1/embeddings", "/v1/models"]
 
     run(main())
 
@@ -206,7 +206,7 @@ def test_the_query_of_a_passthrough_path_stays_a_query() -> None:
             data = msgspec.json.encode({"input": "a"})
             head = b"POST /v1/embeddings?a=../../metrics HTTP/1.1\r\nHost: g\r\nConnection: close\r\n"
             await raw(front.gateway.port, head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
-            [received] = [each for engine in prefill + decode for each in engine.received]
+            [received] = [request for engine in prefill + decode for request in engine.received]
             assert received.path.startswith("/v1/embeddings?")
 
     run(main())

@@ -45,7 +45,9 @@ def test_a_prefix_that_an_engine_reports_is_a_hit_that_takes_its_load_time(
             assert (await gate.post(body)).status == 200
 
     uvloop.run(main())
-    [prefill] = [each for record in read_log(log)[1] for each in record.decisions if isinstance(each, Prefill)]
+    [prefill] = [
+        decision for record in read_log(log)[1] for decision in record.decisions if isinstance(decision, Prefill)
+    ]
     assert (prefill.instance, prefill.cached_tokens) == ("prefill1", 16 * (BLOCKS - 1))
     assert prefill.terms is not None
     load_s = float(llm.model(MODEL).kv_bytes(16 * (BLOCKS - 1))) / rate

@@ -126,7 +126,7 @@ def test_the_decode_leg_does_not_wait_for_the_prefill_response() -> None:
 def transfer_ids(engines: list[Engine]) -> list[str]:
     """Return the transfer IDs of the requests."""
     return [
-        received.json["kv_transfer_params"].get("transfer_id", "") for each in engines for received in each.received
+        received.json["kv_transfer_params"].get("transfer_id", "") for engine in engines for received in engine.received
     ]
 
 
@@ -260,8 +260,8 @@ def test_a_prefill_engine_that_dies_during_the_transfer_is_replaced() -> None:
                 await gate.command(name, "slow", factor=100)  # they die before they have computed a prompt
             requests = [asyncio.create_task(gate.ask(f"{n} {VERY_LONG}", stream=True)) for n in range(2)]
             engines = [gate.fleet.servers[name] for name in ("far0", "far1")]
-            await until(lambda: any(each.engine.counters.sent or each.kv_server.awaited for each in engines))
-            await until(lambda: any(each.engine.running for each in engines))
+            await until(lambda: any(engine.engine.counters.sent or engine.kv_server.awaited for engine in engines))
+            await until(lambda: any(engine.engine.running for engine in engines))
             for name in ("far0", "far1"):
                 await gate.stop_engine(name)
             responses = await asyncio.gather(*requests)

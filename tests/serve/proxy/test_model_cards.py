@@ -104,7 +104,7 @@ def test_the_list_of_an_engine_is_requested_once_in_a_while() -> None:
             for _ in range(3):
                 async with front.session.get(f"{front.url}/v1/models", headers=headers) as response:
                     assert [card["max_model_len"] for card in (await response.json())["data"]] == [7, 7]
-            [received] = [each for engine in prefill + decode for each in engine.received]
+            [received] = [request for engine in prefill + decode for request in engine.received]
             assert received.headers["authorization"] == "Bearer mine"
 
     run(main())

@@ -184,8 +184,8 @@ def test_a_failed_prefill_aborts_the_registered_decode_leg(streams: bool) -> Non
             async def fails(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
                 await registered.entered.wait()
                 engine.serve = tokens
-                for each in decode:
-                    each.serve = tokens
+                for decode_engine in decode:
+                    decode_engine.serve = tokens
                 return web.json_response({"error": {"message": "no", "type": "x"}}, status=500)
 
             prefill.serve = fails
@@ -291,7 +291,7 @@ def test_a_continued_stream_survives_the_end_of_a_prefill_engine_before_its_writ
             await running[request.legs.prefill.engine.name].aclose()
             answer = await asked
             assert answer.status == 200
-            assert [each["choices"][0]["text"] for each in answer.events] == ["t1 ", "t3 "]
+            assert [event["choices"][0]["text"] for event in answer.events] == ["t1 ", "t3 "]
             assert registered.cancelled
             assert len(broken) == 1
             assert await front.becomes_idle(), front.held_resources()

@@ -35,8 +35,8 @@ def counted(workers: int) -> Iterator[list[OtherWorkers]]:
         try:
             yield counts
         finally:
-            for each in counts:
-                each.close()
+            for count in counts:
+                count.close()
 
 
 @settings(max_examples=100, deadline=None)
@@ -48,13 +48,16 @@ def test_workers_keep_the_limits_together(
     limit over all workers, and a request is turned away only at a limit."""
     limits = AdmissionLimits(in_flight=in_flight, queue=queue, per_key=per_key)
     with counted(3) as counts:
-        workers = [AdmissionController(limits, peers=each) for each in counts]
+        workers = [AdmissionController(limits, peers=count) for count in counts]
         present: list[list[int]] = [[], [], []]
         for ticket, (number, step, key) in enumerate(taken):
             worker = workers[number]
             if step == "enter":
-                held = sum(each.held_by(key or "") for each in workers)
-                running, waiting = sum(each.in_flight for each in workers), sum(each.queued for each in workers)
+                held = sum(sharing.held_by(key or "") for sharing in workers)
+                running, waiting = (
+                    sum(sharing.in_flight for sharing in workers),
+                    sum(sharing.queued for sharing in workers),
+                )
                 entry = worker.acquire(ticket, key, 0.0)
                 assert isinstance(entry, Accepted) == (
                     (key is None or held < per_key) and running < in_flight and not worker.queued
@@ -68,15 +71,15 @@ def test_workers_keep_the_limits_together(
                 worker.release(present[number].pop(0), 0.0)
             elif step == "look":
                 worker.admit()
-                assert not worker.queued or sum(each.in_flight for each in workers) >= in_flight
-            assert sum(each.in_flight for each in workers) <= in_flight
-            assert sum(each.queued for each in workers) <= queue
-            assert all(sum(each.held_by(name) for each in workers) <= per_key for name in ("alice", "bob"))
+                assert not worker.queued or sum(sharing.in_flight for sharing in workers) >= in_flight
+            assert sum(sharing.in_flight for sharing in workers) <= in_flight
+            assert sum(sharing.queued for sharing in workers) <= queue
+            assert all(sum(sharing.held_by(name) for sharing in workers) <= per_key for name in ("alice", "bob"))
         for worker, tickets in zip(workers, present, strict=True):
             for ticket in tickets:
                 worker.release(ticket, 0.0)
             worker.admit()
-        assert all(each.in_flight == each.queued == 0 for each in counts)
+        assert all(count.in_flight == count.queued == 0 for count in counts)
 
 
 def test_a_worker_that_died_holds_nothing(tmp_path: Path) -> None:

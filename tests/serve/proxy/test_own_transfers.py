@@ -121,6 +121,6 @@ def test_nothing_is_lost_or_counted_twice(
     if transfers > len(made):
         assert measured == []
         return
-    assert sum(each.kv_bytes for each in measured) == pytest.approx(kv_bytes)
-    assert sum(each.seconds for each in measured) == pytest.approx(seconds)
-    assert [each.source for each in measured] == sorted({source for source, _, _ in made})
+    assert sum(transfer.kv_bytes for transfer in measured) == pytest.approx(kv_bytes)
+    assert sum(transfer.seconds for transfer in measured) == pytest.approx(seconds)
+    assert [transfer.source for transfer in measured] == sorted({source for source, _, _ in made})

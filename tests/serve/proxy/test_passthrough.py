@@ -68,8 +68,8 @@ def test_one_engine_receives_the_request_unchanged(path: str) -> None:
             assert response.status == 200
             assert response.json == json.loads(body) if path in GENERATING else response.body == body
             chosen = decode if path in GENERATING else prefill
-            received = [each for engine in chosen for each in engine.received]
-            assert [(each.method, each.path) for each in received] == [("POST", f"{path}?beta=true")]
+            received = [request for engine in chosen for request in engine.received]
+            assert [(request.method, request.path) for request in received] == [("POST", f"{path}?beta=true")]
             assert received[0].headers["anthropic-version"] == "2023-06-01"
             assert received[0].headers["anthropic-beta"] == "a"
             name = path.rpartition("/")[2]
@@ -168,7 +168,7 @@ def test_stored_responses_are_read_cancelled_and_deleted() -> None:
         async with stub_rig(prefill + decode) as front:
             for method, path in (("GET", "resp_1?stream=true"), ("POST", "resp_1/cancel"), ("DELETE", "resp_1")):
                 assert (await send(front, method, f"/v1/responses/{path}")).status == 200
-            received = [(each.method, each.path) for engine in decode for each in engine.received]
+            received = [(request.method, request.path) for engine in decode for request in engine.received]
             assert sorted(received) == [
                 ("DELETE", "/v1/responses/resp_1"),
                 ("GET", "/v1/responses/resp_1?stream=true"),
@@ -197,7 +197,9 @@ def test_listed_paths_are_passed_through_and_others_get_404() -> None:
                 assert (response.status, response.body) == (200, b"{}" if path == "/v2/embed" else body)
             for path in ("/sleep", "/v1/load_lora_adapter", "/%73leep", "/inference/v1/abort_requests", "//sleep"):
                 assert (await send(front, "POST", path, b"{}")).status == 404
-            assert not [each for engine in prefill + decode for each in engine.received if "sleep" in each.path]
+            assert not [
+                request for engine in prefill + decode for request in engine.received if "sleep" in request.path
+            ]
             page = await front.metrics()
             for name in ("/v2/embed", "/inference/*", "/*"):
                 assert f'kvroute_requests_total{{endpoint="{name}",code="200"}} 1' in page
@@ -236,7 +238,7 @@ def test_errors_under_messages_have_the_format_of_anthropic() -> None:
             assert (await send(front, "GET", "/v1/messages", **key)).json["type"] == "error"
             engines = await send(front, "POST", "/v1/messages", b"{}", **key)
             assert (engines.status, kind_of(engines)) == (422, "invalid_request_error")
-            assert not any("x-api-key" in each.headers for engine in prefill + decode for each in engine.received)
+            assert not any("x-api-key" in request.headers for engine in prefill + decode for request in engine.received)
             openai = await send(front, "POST", "/v1/responses", b"[]", **key)
             assert set(openai.json["error"]) == {"message", "type", "param", "code"}
         for engine in prefill + decode:

@@ -102,7 +102,7 @@ def talking(prefill: Serve = converse, decode: Serve = converse) -> tuple[list[E
 
 def received_by(engines: Sequence[Engine]) -> list[ReceivedRequest]:
     """Return the requests that the engines received."""
-    return [each for engine in engines for each in engine.received]
+    return [request for engine in engines for request in engine.received]
 
 
 def names_in(response: GatewayResponse) -> list[str]:
@@ -197,7 +197,7 @@ def test_a_decode_engine_that_fails_without_transfer_parameters_is_replaced(path
         decode[0].serve = decode[1].serve = failing(500, times=1, then=converse)
         async with stub_rig(prefill + decode) as front:
             assert (await front.post(body_of(path), path)).status == 200
-            assert all("kv_transfer_params" not in each.json for each in received_by(decode))
+            assert all("kv_transfer_params" not in request.json for request in received_by(decode))
             assert len(received_by(decode)) == 2
             assert await front.becomes_idle(), front.held_resources()
 

@@ -74,10 +74,12 @@ def test_the_remote_engine_of_mooncake_is_the_rank_that_prefills() -> None:
         prefill, decode = engines = pair("mooncake")
         async with listening(engines), serving(ranked(engines, IN_TURN)) as gate:
             await asyncio.gather(*[gate.post(completion(prompt=f"{n} " * 200)) for n in range(12)])
-        rank = {each.json["kv_transfer_params"]["transfer_id"]: each.headers[HEADER] for each in prefill.received}
-        params = [each.json["kv_transfer_params"] for each in decode.received]
+        rank = {
+            request.json["kv_transfer_params"]["transfer_id"]: request.headers[HEADER] for request in prefill.received
+        }
+        params = [request.json["kv_transfer_params"] for request in decode.received]
         assert len(params) == 12
-        assert {each["transfer_id"]: each["remote_engine_id"] for each in params} == {
+        assert {param["transfer_id"]: param["remote_engine_id"] for param in params} == {
             name: f"id_dp{number}" for name, number in rank.items()
         }
         assert set(rank.values()) == {"0", "1", "2", "3"}
@@ -103,7 +105,7 @@ def test_an_engine_of_one_rank_gets_no_header() -> None:
         engines = pair(prefill=1, decode=1)
         async with listening(engines), serving(ranked(engines)) as gate:
             assert (await gate.post(completion())).status == 200
-            assert ranks_in([each for engine in engines for each in engine.received]) == {"none": 2}
+            assert ranks_in([request for engine in engines for request in engine.received]) == {"none": 2}
 
     run(main())
 
@@ -154,7 +156,7 @@ def test_a_rank_that_the_bootstrap_server_does_not_know_fails_the_prefill() -> N
             async with serving(made) as gate:
                 replies = await asyncio.gather(*[gate.post(completion(prompt=f"{n} " * 200)) for n in range(8)])
                 assert {reply.status for reply in replies} == {200, 502}
-                fetched = [each.json["kv_transfer_params"]["remote_engine_id"] for each in engines[1].received]
+                fetched = [request.json["kv_transfer_params"]["remote_engine_id"] for request in engines[1].received]
                 assert set(fetched) == {"only"}
                 assert ranks_in(engines[0].received).keys() == {"0"}
 

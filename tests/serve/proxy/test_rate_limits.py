@@ -150,10 +150,10 @@ def test_what_others_charge_is_taken_from_the_own_bucket() -> None:
 def test_own_limits_count_the_workers_of_one_machine_only(within: bool) -> None:
     """With `limits: own` a gateway ignores the charges of other machines."""
     usage, worker, stranger = ChargedUsage("here", within_group=within), ChargedUsage("here"), ChargedUsage("there")
-    for number, each in enumerate((worker, stranger)):
-        usage.received(PeerReport(str(number), 1, 0.0, usage=each.take(whole=True), whole=True))
-        each.write("a", 1, 100)
-        usage.received(PeerReport(str(number), 2, 0.0, usage=each.take(whole=False)))
+    for number, rates in enumerate((worker, stranger)):
+        usage.received(PeerReport(str(number), 1, 0.0, usage=rates.take(whole=True), whole=True))
+        rates.write("a", 1, 100)
+        usage.received(PeerReport(str(number), 2, 0.0, usage=rates.take(whole=False)))
     assert usage.by_others("a") == ((1, 100) if within else (2, 200))
     lone, other = ChargedUsage(within_group=within), ChargedUsage()
     other.write("a", 1, 100)

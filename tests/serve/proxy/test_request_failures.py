@@ -37,7 +37,7 @@ STRICT_BREAKER = "  breaker: {failures: 2}\n  retries: {floor_per_s: 1000}\n"
 
 def up(front: RunningGateway) -> list[str]:
     """Return the names of the available instances."""
-    return sorted(name for name, each in front.gateway.runtime.engines.items() if each.availability.up)
+    return sorted(name for name, engine in front.gateway.runtime.engines.items() if engine.availability.up)
 
 
 def received(engines: Sequence[Engine]) -> int:

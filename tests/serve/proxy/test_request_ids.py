@@ -41,21 +41,21 @@ def test_requests_with_one_id_at_the_same_time_have_different_ones_for_engines(p
                 return (await front.post(body, path, {"X-Request-Id": "mine"})).headers["x-request-id"]
 
             def ids() -> list[list[str]]:
-                return [[each.headers["x-request-id"] for each in engine.received] for engine in prefill + decode]
+                return [[request.headers["x-request-id"] for request in engine.received] for engine in prefill + decode]
 
             asked = [asyncio.create_task(ask()) for _ in range(3)]
             assert await becomes_true(lambda: sum(map(len, ids())) >= 3)
             gate.open.set()
             assert await asyncio.gather(*asked) == ["mine"] * 3
             assert all(len(set(names)) == len(names) for names in ids())
-            names = {name for each in ids() for name in each}
+            names = {name for names_of_engine in ids() for name in names_of_engine}
             assert len(names) == 3
             assert len([name for name in names if OTHER.fullmatch(name)]) == 2
             assert await front.becomes_idle(), front.held_resources()
             for engine in prefill + decode:
                 engine.received.clear()
             assert await ask() == "mine"
-            assert {name for each in ids() for name in each} == {"mine"}
+            assert {name for names_of_engine in ids() for name in names_of_engine} == {"mine"}
 
     run(main())
 
@@ -71,8 +71,8 @@ def test_each_attempt_has_its_own_id(path: str) -> None:
         async with stub_rig(prefill + decode) as front:
             response = await front.post(completion(), path, {"X-Request-Id": "mine"})
             assert (response.status, response.headers["x-request-id"]) == (200, "mine")
-            names = [each.headers["x-request-id"] for engine in prefill for each in engine.received]
-            names += [each.headers["x-request-id"] for engine in decode for each in engine.received]
+            names = [request.headers["x-request-id"] for engine in prefill for request in engine.received]
+            names += [request.headers["x-request-id"] for engine in decode for request in engine.received]
             assert names.count("mine") == 1
             assert all(name == "mine" or OTHER.fullmatch(name) for name in names)
             assert await front.becomes_idle(), front.held_resources()

@@ -66,7 +66,9 @@ def test_the_response_does_not_wait_for_the_prefill_response(streams: bool) -> N
             sent = completion(stream=streams, stream_options=None, unknown={"a": [1]})
             response = await front.post(sent)
             assert response.status == 200
-            assert response.text.split() == [each.name for each in decode if each.received] * 3
+            assert (
+                response.text.split() == [decode_engine.name for decode_engine in decode if decode_engine.received] * 3
+            )
             await gate.entered.wait()
             [first], [second] = prefill.received + spare.received, decode[0].received + decode[1].received
             assert sent_to_decode(first.json) == second.json
@@ -120,7 +122,7 @@ def test_a_failed_prefill_cancels_the_decode_leg_and_both_are_retried(streams: b
         prefill, decode = engines_of("sglang")
 
         async def fails_once(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
-            if sum(len(each.received) for each in prefill) > 1:
+            if sum(len(prefill_engine.received) for prefill_engine in prefill) > 1:
                 return await tokens(engine, request, received)
             await waits.entered.wait()
             if slow:
@@ -128,7 +130,7 @@ def test_a_failed_prefill_cancels_the_decode_leg_and_both_are_retried(streams: b
             return web.json_response({"error": {"message": "out of memory"}}, status=500)
 
         async def hangs_once(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
-            if sum(len(each.received) for each in decode) == 1:
+            if sum(len(decode_engine.received) for decode_engine in decode) == 1:
                 if streams:
                     await start_stream(request)
                 await waits.wait()
@@ -198,12 +200,12 @@ def test_a_decode_leg_that_fails_before_the_first_token_restarts_both_legs(strea
         prefill, decode = engines_of("sglang")
 
         async def hangs_once(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
-            if sum(len(each.received) for each in prefill) == 1:
+            if sum(len(prefill_engine.received) for prefill_engine in prefill) == 1:
                 await waits.wait()
             return await tokens(engine, request, received)
 
         async def fails_once(engine: Engine, request: web.BaseRequest, received: ReceivedRequest) -> web.StreamResponse:
-            if sum(len(each.received) for each in decode) == 1:
+            if sum(len(decode_engine.received) for decode_engine in decode) == 1:
                 await waits.entered.wait()
                 return web.json_response({"error": {}}, status=500)
             return await tokens(engine, request, received)

@@ -147,7 +147,7 @@ def test_a_stored_prefix_is_read_and_not_computed(tmp_path: Path, reads: str, si
                 assert sorted(read_bytes.values())[1:] == [bytes_of(len(TOKENS))] * 2
             pulled = gate.fleet.servers["prefill0"].engine.counters.pulled
             elsewhere = sum(nbytes for name, nbytes in read_bytes.items() if name != "prefill0")
-            assert sum(each.kv_bytes for each in pulled.values()) == elsewhere
+            assert sum(transfer.kv_bytes for transfer in pulled.values()) == elsewhere
             for name, nbytes in read_bytes.items():
                 side = "prefill" if name == "prefill0" else "decode"
                 found = await metric(gate, "kvroute_storage_read_bytes_total", engine=name, side=side)
@@ -181,7 +181,7 @@ def test_a_stored_prefix_is_read_and_not_computed(tmp_path: Path, reads: str, si
 
 def kv_sent(gate: Rig, name: str) -> float:
     """Return the modelled KV that an instance has pulled."""
-    return sum(each.kv_bytes for each in gate.fleet.servers[name].engine.counters.pulled.values())
+    return sum(transfer.kv_bytes for transfer in gate.fleet.servers[name].engine.counters.pulled.values())
 
 
 @pytest.mark.parametrize("decode0", ["decodes", "fails", "leaves"])

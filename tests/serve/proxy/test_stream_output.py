@@ -74,7 +74,7 @@ def sending(parts: Sequence[bytes]) -> Serve:
 
 def outputs(log: Path) -> list[int | None]:
     """Return the numbers of output tokens in an event log."""
-    return [each.event.output_tokens for each in read_log(log)[1] if isinstance(each.event, Finished)]
+    return [record.event.output_tokens for record in read_log(log)[1] if isinstance(record.event, Finished)]
 
 
 async def counted(front: RunningGateway, name: str) -> float:
@@ -280,7 +280,7 @@ def test_the_last_usage_counts_and_the_client_gets_what_it_asked_for(
                 received += await response.content.read()
             assert received == b"".join(shown)
             assert await front.becomes_idle(), front.held_resources()
-            [leg] = [each for engine in decode for each in engine.received]
+            [leg] = [request for engine in decode for request in engine.received]
             assert leg.json["stream_options"] == (asked or {}) | {"include_usage": True}
             assert await counted(front, "kvroute_relayed_bytes_total") == len(received)
         assert outputs(tmp_path / "events.jsonl") == [tokens]
@@ -311,7 +311,7 @@ def test_conversations_report_their_usage_themselves(
         log = f"  log: {{events: {tmp_path}/events.jsonl}}\n"
         async with stub_rig(prefill + decode, section + log) as front:
             assert (await front.post(body, path)).body == b"".join(sent)
-            [leg] = [each for engine in decode for each in engine.received]
+            [leg] = [request for engine in decode for request in engine.received]
             assert "stream_options" not in leg.json
         assert outputs(tmp_path / "events.jsonl") == [tokens]
 
@@ -393,7 +393,7 @@ def test_hiding_the_usage_changes_nothing_else(
     asked += [usage_event(total), DONE]
     plain.append(DONE)
     if crlf and not continuous:
-        asked, plain = ([each.replace(b"\n", b"\r\n") for each in some] for some in (asked, plain))
+        asked, plain = ([piece.replace(b"\n", b"\r\n") for piece in some] for some in (asked, plain))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(asked)))))
     pieces = [b"".join(asked[a:b]) for a, b in zip([0, *cuts], [*cuts, len(asked)], strict=True)]
     found = [reported(piece, hidden=True) for piece in pieces]

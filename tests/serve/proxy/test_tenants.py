@@ -162,8 +162,8 @@ def test_clients_that_leave_the_queue_release_their_place() -> None:
             assert await becomes_true(lambda: waiting(gate) == 5)
             last = asyncio.ensure_future(ask(gate, "bob"))
             assert await becomes_true(lambda: waiting(gate) == 6)
-            for each in gone:
-                each.cancel()
+            for task in gone:
+                task.cancel()
             assert (await last).status == (await first).status == 200
             assert await gate.becomes_idle(), gate.held_resources()
             assert waiting(gate) == 0
@@ -204,15 +204,24 @@ def test_a_request_that_would_be_late_is_refused_at_once(tmp_path: Path) -> None
             wrong = await ask(gate, "bob", headers={"X-Slo-Ttft-Ms": "soon"})
             assert wrong.status == 400
             assert "X-Slo-Ttft-Ms" in wrong.json["error"]["message"]
-            for each in busy:
-                each.cancel()
+            for task in busy:
+                task.cancel()
             assert await gate.becomes_idle(), gate.held_resources()
             assert 'kvroute_rejects_total{reason="slo"} 2' in await gate.metrics()
         header, records = read_log(events)
         found = list(records)
         decided = [decision for record in found for decision in record.decisions]
-        assert len([each for each in decided if isinstance(each, Reject) and each.ttft_s and each.least_s]) == 2
-        predicted = [each.ttft_s for each in decided if isinstance(each, Prefill)]
+        assert (
+            len(
+                [
+                    decision
+                    for decision in decided
+                    if isinstance(decision, Reject) and decision.ttft_s and decision.least_s
+                ]
+            )
+            == 2
+        )
+        predicted = [decision.ttft_s for decision in decided if isinstance(decision, Prefill)]
         assert len(predicted) == 3
         assert all(seconds is not None and seconds > 0 for seconds in predicted)
         measured = [record.event.ttft_s for record in found if isinstance(record.event, Finished)]
@@ -240,8 +249,8 @@ def test_a_deferred_request_is_placed_when_there_is_room_again() -> None:
                 ask(gate, "bob", prompt=[9] * 100, stream=True, headers={"X-Slo-Ttft-Ms": "10000"})
             )
             assert await becomes_true(lambda: waiting(gate) == 1)
-            for each in busy:
-                each.cancel()
+            for task in busy:
+                task.cancel()
             assert (await asked).status == 200
             assert await gate.becomes_idle(), gate.held_resources()
 
@@ -258,7 +267,7 @@ def test_waiting_requests_are_answered_when_the_gateway_closes(caplog: pytest.Lo
             assert await becomes_true(lambda: waiting(gate) == 4)
             await gate.gateway.close()
             responses = await asyncio.gather(*asked)
-            assert [each.status for each in responses] == [503] * 5
+            assert [response.status for response in responses] == [503] * 5
             assert not any(gate.held_resources().values())
 
     run(scenario())

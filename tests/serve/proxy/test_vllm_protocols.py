@@ -137,9 +137,9 @@ def test_api_keys_of_the_gateway_are_not_sent_to_engines(own: bool, monkeypatch:
             assert (await front.post({"input": "a"}, "/v1/embeddings", headers=sent)).status == 200
             received = received_by(prefill + decode)
             assert len(received) >= 3
-            for each in received:
-                assert each.headers.get("authorization") == ("Bearer engines-own" if own else None)
-                assert "kvr_mine" not in json.dumps(each.headers)
+            for request in received:
+                assert request.headers.get("authorization") == ("Bearer engines-own" if own else None)
+                assert "kvr_mine" not in json.dumps(request.headers)
 
     run(main())
 

@@ -73,7 +73,7 @@ async def in_sync(gateways: list[RunningGateway]) -> bool:
     """Wait until each gateway is in sync with all others."""
 
     def synced() -> bool:
-        loads = [each.gateway.replication.load for each in gateways if each.gateway.replication is not None]
+        loads = [gateway.gateway.replication.load for gateway in gateways if gateway.gateway.replication is not None]
         return all(load.state == "in_sync" and load.gateways == len(gateways) - 1 for load in loads)
 
     return await becomes_true(synced)

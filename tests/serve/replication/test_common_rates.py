@@ -64,7 +64,7 @@ def test_without_redis_each_gateway_keeps_to_the_rate_by_itself(server: RedisSer
         async with replicated(2, section(server.url, lease="1 s") + RATES) as gateways:
             assert await in_sync(gateways)
             server.kill()
-            assert await becomes_true(lambda: all(state(each) == "disconnected" for each in gateways))
+            assert await becomes_true(lambda: all(state(gateway) == "disconnected" for gateway in gateways))
             served = await asyncio.gather(*(status(gateway) for gateway in gateways for _ in range(7)))
             assert served.count(200) >= 12
             server.start()

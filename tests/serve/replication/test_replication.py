@@ -99,8 +99,10 @@ def test_gateways_go_on_without_redis_and_are_in_sync_after_its_return(server: R
         async with replicated(2, section(server.url)) as gateways:
             assert await in_sync(gateways)
             server.kill()
-            assert await becomes_true(lambda: [state(each) for each in gateways] == ["disconnected", "disconnected"])
-            assert [(await each.ask()).status for each in gateways] == [200, 200]
+            assert await becomes_true(
+                lambda: [state(gateway) for gateway in gateways] == ["disconnected", "disconnected"]
+            )
+            assert [(await gateway.ask()).status for gateway in gateways] == [200, 200]
             page = await gateways[0].metrics()
             assert all(f'kvroute_replication_state{{state="{name}"}} 1' in page for name in ("disconnected", "alone"))
             server.start()
@@ -121,7 +123,7 @@ def test_a_reload_keeps_the_bookings_of_others_and_the_log_replays(server: Redis
         async with replicated(2, section(server.url)) as gateways:
             first = gateways[0]
             engines = first.gateway.runtime.engines.items()
-            endpoints = {name: each.instance.endpoint for name, each in engines if each.instance.endpoint}
+            endpoints = {name: engine.instance.endpoint for name, engine in engines if engine.instance.endpoint}
             assert await in_sync(gateways)
             asking = asyncio.ensure_future(gateways[1].ask(tokens=3_000))
             assert await becomes_true(lambda: slots(first) == 1)
@@ -225,7 +227,7 @@ def test_a_key_is_limited_over_all_gateways_and_waiting_requests_get_the_room_of
             refused = await first.post(short, headers=headers)
             assert refused.status == 429
             assert "this key has 2 requests" in refused.json["error"]["message"]
-            assert [(await each).status for each in (asking, waiting)] == [200, 200]
+            assert [(await task).status for task in (asking, waiting)] == [200, 200]
             assert await becomes_true(lambda: peers.held_by("alice") == 0)
 
     run(scenario())

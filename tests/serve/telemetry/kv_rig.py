@@ -71,9 +71,9 @@ class Engine:
         prefix = () if root or not self.held else list(self.held)[which % len(self.held)]
         parent = self.name(prefix) if prefix else None
         names, tokens = [], []
-        for each in blocks:
-            prefix = (*prefix, *([each] * self.size))
-            tokens += [each] * self.size
+        for block in blocks:
+            prefix = (*prefix, *([block] * self.size))
+            tokens += [block] * self.size
             names.append(self.name(prefix))
             self.held[prefix] = self.held.get(prefix, 0) + 1
             self.seen[prefix] = None

@@ -214,7 +214,7 @@ def test_blocks_before_the_first_extra_key_are_indexed(keys: list[Any] | None, a
     plain = next((number for number, key in enumerate(others) if key), len(names))
     blocks = EngineBlocks("p0", BLOCK_TOKENS)
     events = changes(blocks, event)
-    assert [len(each.blocks) for each in events if isinstance(each, KvStored)] == [plain] * bool(plain)
+    assert [len(kv_event.blocks) for kv_event in events if isinstance(kv_event, KvStored)] == [plain] * bool(plain)
     assert blocks.counts.foreign == len(names) - plain
 
 

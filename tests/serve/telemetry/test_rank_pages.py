@@ -93,8 +93,8 @@ def test_ranks_that_count_the_same_requests_count_once(
             lines.append(f"sglang:kv_transfer_latency_ms_sum{own} 600.0")
     metrics = read_metrics(("\n".join(lines) + "\n").encode())
     ranks = len(loads)
-    assert (metrics.running, metrics.waiting) == (sum(each[0] for each in loads), sum(each[1] for each in loads))
-    assert metrics.kv_used_share == pytest.approx(sum(each[2] for each in loads) / (4 * ranks))
+    assert (metrics.running, metrics.waiting) == (sum(load[0] for load in loads), sum(load[1] for load in loads))
+    assert metrics.kv_used_share == pytest.approx(sum(load[2] for load in loads) / (4 * ranks))
     moved = metrics.connectors.moved["sglang"]
     assert (moved.kv_bytes, moved.transfers, metrics.connectors.failed) == (30e6 * ranks, 3 * ranks, 2 * ranks)
     assert moved.seconds == pytest.approx(0.6 * ranks)

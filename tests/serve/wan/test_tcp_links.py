@@ -90,7 +90,7 @@ def test_pages_are_read_as_prometheus_reads_them(rows: list[tuple[str, str, int,
 
 
 AMOUNTS = st.floats(0.0, 1e12)
-TOTALS = st.builds(TcpCounters, **{each.name: AMOUNTS for each in fields(TcpCounters)})
+TOTALS = st.builds(TcpCounters, **{field.name: AMOUNTS for field in fields(TcpCounters)})
 
 
 @given(TOTALS, TOTALS, st.floats(0, 100))
@@ -180,9 +180,9 @@ def test_a_monitor_reports_each_byte_once_and_the_time_of_a_stall(steps: list[tu
             stalled_s = 0.0 if more else stalled_s + seconds
         seen = watch.seen({"d0": link})
         assert (seen is None) == (seconds == 0.0)
-        for each in seen or ():
-            arrived += each.arrived_bytes
-            assert each.stalled_s == stalled_s
+        for sample in seen or ():
+            arrived += sample.arrived_bytes
+            assert sample.stalled_s == stalled_s
     assert arrived == link.sent_bytes - link.again_bytes - first.sent_bytes + first.again_bytes
     assert watch.forget()
     assert not watch.forget()
@@ -235,20 +235,20 @@ def test_the_state_of_a_path_is_within_bounds_and_expires(pages: Mapping[str, li
         path.record(source, links, 0.0)
     state = path.sample(AWAY, age_s)
     between_sites = [
-        each
+        link
         for source, links in pages.items()
         if source != "prefill0"
-        for each in links
-        if each.target in ("decode0", "decode1", "prefill0")
+        for link in links
+        if link.target in ("decode0", "decode1", "prefill0")
     ]
     assert (state is None) == (not between_sites or age_s > 3.0)
     if state is None:
         return
-    assert state.bytes_per_s == sum(each.arrived_bytes for each in between_sites)
-    assert state.stalled == (not state.bytes_per_s and any(each.stalled_s == 2.0 for each in between_sites))
+    assert state.bytes_per_s == sum(site.arrived_bytes for site in between_sites)
+    assert state.stalled == (not state.bytes_per_s and any(site.stalled_s == 2.0 for site in between_sites))
     assert (state.others is None) == (state.bytes_per_s == 0.0)
     assert 0.0 <= (state.others or 0.0) <= OTHERS_MAX
-    if not any(each.congested for each in between_sites):
+    if not any(site.congested for site in between_sites):
         assert not state.others
 
 

@@ -207,8 +207,8 @@ def test_a_client_that_disconnects_does_not_affect_the_path() -> None:
             await until(
                 lambda: (
                     sum(
-                        control.in_progress(each.state.number) and not control.prefilling(each.state.number)
-                        for each in gate.requests
+                        control.in_progress(request.state.number) and not control.prefilling(request.state.number)
+                        for request in gate.requests
                     )
                     == 4
                 )
@@ -235,8 +235,13 @@ def test_a_probe_request_whose_client_disconnects_allows_the_next_probe(caplog: 
             before = await _placed(gate, AWAY, "long")
             for n in itertools.count():
                 request = asyncio.create_task(gate.ask(f"{n} tries {LONG}", stream=True))
-                await until(lambda: bool(gate.requests) and all(each.legs.decode is not None for each in gate.requests))
-                if any(each.state.path_attempt is not None for each in gate.requests):
+                await until(
+                    lambda: (
+                        bool(gate.requests)
+                        and all(received_request.legs.decode is not None for received_request in gate.requests)
+                    )
+                )
+                if any(received_request.state.path_attempt is not None for received_request in gate.requests):
                     break
                 await request
             assert await _placed(gate, AWAY, "long") == before + 1

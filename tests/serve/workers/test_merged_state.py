@@ -28,7 +28,7 @@ requests = st.lists(st.tuples(st.floats(0.01, 4.0), st.sampled_from([None, 1])),
 
 
 def state(in_flight: int = 0, *, up: bool = True) -> DashboardState:
-    instances = tuple(InstanceLoad(name=each.name, up=up, requests=in_flight) for each in CLUSTER.instances)
+    instances = tuple(InstanceLoad(name=instance.name, up=up, requests=in_flight) for instance in CLUSTER.instances)
     status = GatewayStatus(in_flight=in_flight, connections=in_flight, instances=instances)
     return DashboardState(CLUSTER, lambda: status, policy="netkv", version="1", distributions=True)
 
@@ -56,14 +56,14 @@ def test_counts_and_means_are_those_of_one_gateway(workers: list[list[tuple[floa
     expected = over_the_wire(whole, 6.0).tick
     assert (tick.requests, tick.rejects) == (expected.requests, expected.rejects)
     assert tick.finishes_per_s == pytest.approx(expected.finishes_per_s)
-    for split, one in zip(tick.splits, expected.splits, strict=True):
-        assert (split.requests, split.streams, split.local) == (one.requests, one.streams, one.local)
-        assert (split.tier_requests, split.tier_bytes) == (one.tier_requests, one.tier_bytes)
-        assert split.part_mean_s == pytest.approx(one.part_mean_s, abs=2e-3)
-        assert split.ttft_p50_s == pytest.approx(one.ttft_p50_s, rel=BIN)
-        assert split.ttft_p90_s == pytest.approx(one.ttft_p90_s, rel=BIN)
-        assert split.part_p50_s == pytest.approx(one.part_p50_s, rel=BIN)
-        assert split.part_p90_s == pytest.approx(one.part_p90_s, rel=BIN)
+    for split, wanted in zip(tick.splits, expected.splits, strict=True):
+        assert (split.requests, split.streams, split.local) == (wanted.requests, wanted.streams, wanted.local)
+        assert (split.tier_requests, split.tier_bytes) == (wanted.tier_requests, wanted.tier_bytes)
+        assert split.part_mean_s == pytest.approx(wanted.part_mean_s, abs=2e-3)
+        assert split.ttft_p50_s == pytest.approx(wanted.ttft_p50_s, rel=BIN)
+        assert split.ttft_p90_s == pytest.approx(wanted.ttft_p90_s, rel=BIN)
+        assert split.part_p50_s == pytest.approx(wanted.part_p50_s, rel=BIN)
+        assert split.part_p90_s == pytest.approx(wanted.part_p90_s, rel=BIN)
 
 
 def test_percentiles_are_no_means_of_percentiles() -> None:

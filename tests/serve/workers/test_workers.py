@@ -140,7 +140,7 @@ def test_a_worker_that_dies_is_replaced_and_its_counts_stay(tmp_path: Path) -> N
             slow = [clients.submit(gateway.ask, "/v1/completions", LONG) for _ in range(4)]
             until(lambda: json.loads(gateway.ask("/state", admin=True)[1])["tick"]["load"]["in_flight"] == 4)
             os.kill(before[0], signal.SIGKILL)
-            codes = [each.result()[0] for each in slow]
+            codes = [task.result()[0] for task in slow]
         assert set(codes) <= {0, 200}
         until(lambda: gateway.ask("/ready", admin=True)[0] == 200 and len(gateway.workers()) == 2)
         assert before[0] not in gateway.workers()
@@ -183,8 +183,8 @@ def test_workers_keep_a_limit_together(tmp_path: Path) -> None:
         long = [clients.submit(gateway.ask, "/v1/completions", LONG) for _ in range(4)]
         until(lambda: json.loads(gateway.ask("/state", admin=True)[1])["tick"]["load"]["in_flight"] == 4)
         more = [clients.submit(gateway.ask, "/v1/completions", BODY) for _ in range(8)]
-        assert [each.result()[0] for each in more] == [503] * 8
-        assert [each.result()[0] for each in long] == [200] * 4
+        assert [task.result()[0] for task in more] == [503] * 8
+        assert [task.result()[0] for task in long] == [200] * 4
 
 
 @pytest.mark.slow
