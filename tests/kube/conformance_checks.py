@@ -64,7 +64,7 @@ async def _served(cluster: RemoteCluster) -> bool:
 async def _established(cluster: RemoteCluster, name: str) -> bool:
     found = (await cluster.admin.get(DEFINITIONS.path("", name))).json()
     conditions = (found.get("status") or {}).get("conditions") or ()
-    return any((each["type"], each["status"]) == ("Established", "True") for each in conditions)
+    return any((condition["type"], condition["status"]) == ("Established", "True") for condition in conditions)
 
 
 async def refusals(cluster: RemoteCluster, _: str) -> None:
@@ -156,9 +156,9 @@ async def discovery(cluster: RemoteCluster, _: str) -> None:
 
 async def _followed(cluster: RemoteCluster, reports: list[tuple[Discovered, ...]]) -> None:
     await cluster.until("four engines", partial(_last, reports, lambda engines: len(engines) == 4))
-    assert {(each.place.node, each.place.rack) for each in reports[-1]} == {(NODE, "z1._.r1")}, reports[-1]
+    assert {(report.place.node, report.place.rack) for report in reports[-1]} == {(NODE, "z1._.r1")}, reports[-1]
     await cluster.patch("Node", NODE, {"metadata": {"labels": {"kvroute.io/rack": "r2"}}}, namespace="")
-    moved = partial(_last, reports, lambda engines: {each.place.rack for each in engines} == {"z1._.r2"})
+    moved = partial(_last, reports, lambda engines: {engine.place.rack for engine in engines} == {"z1._.r2"})
     await cluster.until("the node's new rack", moved)
     await cluster.delete(PODS, cluster.namespace, "decode-1")
     await cluster.until("three engines", partial(_last, reports, lambda engines: len(engines) == 3))

@@ -63,9 +63,9 @@ async def labels(cluster: RemoteCluster, _: str) -> None:
         await cluster.make(placed(cluster, obj))
         await cluster.until("all is made and labelled", partial(_serves, cluster))
         for kind in ("ConfigMap", "ServiceAccount", "RoleBinding", "Service", "NetworkPolicy", "PodDisruptionBudget"):
-            owned = [each for each in await cluster.listed(kind) if each["metadata"].get("ownerReferences")]
+            owned = [made for made in await cluster.listed(kind) if made["metadata"].get("ownerReferences")]
             assert len(owned) == 1, (kind, owned)
-        reasons = {each["reason"] for each in await cluster.listed("Event")}
+        reasons = {event["reason"] for event in await cluster.listed("Event")}
         assert {"Serving", "Resolved", "Labelled"} <= reasons, reasons
 
 
@@ -76,10 +76,10 @@ async def _leads(operator: OperatorDriver) -> bool:
 async def _serves(cluster: RemoteCluster) -> bool:
     if await cluster.get("Deployment", "chat") and not await cluster.get("Pod", GATEWAY):
         await cluster.start(_gateway_pod(cluster), NODE, "10.99.0.9")
-    pods = [each for each in await cluster.listed("Pod") if each["metadata"]["name"] in ENGINES]
+    pods = [pod for pod in await cluster.listed("Pod") if pod["metadata"]["name"] in ENGINES]
     found = (await cluster.get("KvRouter", "chat")).get("status", {}).get("conditions", [])
-    ready = any((each["type"], each["status"]) == ("Ready", "True") for each in found)
-    return ready and all(LABELS.items() <= each["metadata"]["labels"].items() for each in pods)
+    ready = any((condition["type"], condition["status"]) == ("Ready", "True") for condition in found)
+    return ready and all(LABELS.items() <= pod["metadata"]["labels"].items() for pod in pods)
 
 
 async def silence(cluster: RemoteCluster, _: str) -> None:
@@ -105,13 +105,13 @@ async def _written(cluster: RemoteCluster) -> dict[str, Manifest]:
         "RoleBinding",
         "Event",
     ):
-        for each in await cluster.listed(kind):
-            metadata = {key: each["metadata"].get(key) for key in ("labels", "ownerReferences", "finalizers")}
-            notes = each["metadata"].get("annotations") or {}
+        for obj in await cluster.listed(kind):
+            metadata = {key: obj["metadata"].get(key) for key in ("labels", "ownerReferences", "finalizers")}
+            notes = obj["metadata"].get("annotations") or {}
             own = {key: value for key, value in notes.items() if key.startswith("kvroute.io/")}
-            rest = {key: each.get(key) for key in ("spec", "data", "subjects", "message")}
-            status = each.get("status") if kind == "KvRouter" else None
-            found[f"{kind} {each['metadata']['name']}"] = {**metadata, **rest, "annotations": own, "status": status}
+            rest = {key: obj.get(key) for key in ("spec", "data", "subjects", "message")}
+            status = obj.get("status") if kind == "KvRouter" else None
+            found[f"{kind} {obj['metadata']['name']}"] = {**metadata, **rest, "annotations": own, "status": status}
     return found
 
 
@@ -190,7 +190,9 @@ async def _trusted(cluster: RemoteCluster) -> bool:
     bundle = base64.b64encode(stored.ca_bundle).decode()
     kinds = ("ValidatingWebhookConfiguration", "MutatingWebhookConfiguration")
     found = [await cluster.get(kind, "kvroute", "") for kind in kinds]
-    return all(hook["clientConfig"].get("caBundle") == bundle for each in found for hook in each["webhooks"])
+    return all(
+        hook["clientConfig"].get("caBundle") == bundle for configuration in found for hook in configuration["webhooks"]
+    )
 
 
 async def _refused(cluster: RemoteCluster, obj: Manifest, text: str) -> bool:
@@ -201,7 +203,9 @@ async def _refused(cluster: RemoteCluster, obj: Manifest, text: str) -> bool:
 async def _injected(cluster: RemoteCluster) -> bool:
     path = PODS.path(cluster.namespace)
     made = await cluster.admin.post(path, json=engine_pod(cluster, "new", "decode"), params={"dryRun": "All"})
-    return "kvroute-topology" in [each["name"] for each in made.json().get("spec", {}).get("initContainers", [])]
+    return "kvroute-topology" in [
+        container["name"] for container in made.json().get("spec", {}).get("initContainers", [])
+    ]
 
 
 async def deletion(cluster: RemoteCluster, _: str) -> None:

@@ -32,5 +32,9 @@ def open_transports() -> list[asyncio.Transport]:
     """Return the transports of the running loop whose sockets are open. One over TLS closes its socket only when the
     peer has answered, some rounds of the loop after `close`."""
     loop = asyncio.get_running_loop()
-    found = [each for each in gc.get_objects() if issubclass(type(each), asyncio.Transport)]
-    return [each for each in found if getattr(each, "_loop", None) is loop and getattr(each, "_sock", None) is not None]
+    found = [obj for obj in gc.get_objects() if issubclass(type(obj), asyncio.Transport)]
+    return [
+        transport
+        for transport in found
+        if getattr(transport, "_loop", None) is loop and getattr(transport, "_sock", None) is not None
+    ]

@@ -45,8 +45,8 @@ REVIEWS = ResourceKind(
     "authorization.k8s.io/v1", "SelfSubjectAccessReview", "selfsubjectaccessreviews", namespaced=False
 )
 KINDS = {
-    each.kind: each
-    for each in (
+    kind.kind: kind
+    for kind in (
         *(NAMESPACES, DEFINITIONS, ROLES, CLUSTER_ROLES, BINDINGS, EVENTS, LEASES, MUTATING, NODES, REVIEWS),
         *(PODS, ROUTERS, SECRETS, TOPOLOGIES, VALIDATING, *OWNED),
     )
@@ -220,7 +220,7 @@ class RemoteCluster:
 
     async def _left(self) -> list[str]:
         """Return what was made and still exists."""
-        found = [(each, await self.admin.get(each[0].path(*each[1:]))) for each in self.made]
+        found = [(made, await self.admin.get(made[0].path(*made[1:]))) for made in self.made]
         return [f"{kind.kind} {name}" for (kind, _, name), response in found if response.status_code == 200]
 
     async def _remove_namespace(self, name: str) -> None:
@@ -238,5 +238,5 @@ def _moved(obj: Manifest, namespace: str) -> Manifest:
     metadata = obj["metadata"] | ({"namespace": namespace} if "namespace" in obj["metadata"] else {})
     moved = obj | {"metadata": metadata}
     if "subjects" in obj:
-        moved["subjects"] = [each | {"namespace": namespace} for each in obj["subjects"]]
+        moved["subjects"] = [subject | {"namespace": namespace} for subject in obj["subjects"]]
     return moved

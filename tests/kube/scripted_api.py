@@ -95,11 +95,11 @@ class ScriptedApi:
 
     def watching(self, plural: str) -> int:
         """Return the number of requests for watches so far."""
-        return sum(f"/{plural}?" in each and "watch=1" in each for each in self.requests)
+        return sum(f"/{plural}?" in request and "watch=1" in request for request in self.requests)
 
     def listing(self, plural: str) -> int:
         """Return the number of requests for lists so far."""
-        return sum(f"/{plural}" in each and "watch=1" not in each for each in self.requests)
+        return sum(f"/{plural}" in request and "watch=1" not in request for request in self.requests)
 
     async def _record(self, plural: str, kind: str, document: Document) -> None:
         stamped = {**document, "metadata": {**document["metadata"], "resourceVersion": version(len(self.history) + 1)}}

@@ -69,8 +69,11 @@ def test_json_patch_adds_and_removes(target: Any, name: str, value: Any) -> None
 def test_a_strategic_merge_patch_merges_containers_by_name(target: Any, patch: Any) -> None:
     """Containers of both are there once, with the image of the patch where it has one."""
     found = strategic(POD, target, {"spec": patch["spec"]})
-    images = {one["name"]: one["image"] for one in found["spec"]["containers"]}
-    wanted = {one["name"]: one["image"] for one in [*target["spec"]["containers"], *patch["spec"]["containers"]]}
+    images = {container["name"]: container["image"] for container in found["spec"]["containers"]}
+    wanted = {
+        container["name"]: container["image"]
+        for container in [*target["spec"]["containers"], *patch["spec"]["containers"]]
+    }
     assert images == wanted
     assert len(found["spec"]["containers"]) == len(wanted)
 
@@ -91,8 +94,10 @@ def test_apply_gives_what_was_applied_and_leaves_what_others_own(live: Any, firs
         live = managers.write(applied.merged, applied.entries)
         labels = live["metadata"].get("labels", {})
         assert config["metadata"]["labels"].items() <= labels.items()
-        images = {one["name"]: one.get("image") for one in live["spec"]["containers"]}
-        assert {one["name"]: one["image"] for one in config["spec"]["containers"]}.items() <= images.items()
+        images = {container["name"]: container.get("image") for container in live["spec"]["containers"]}
+        assert {
+            container["name"]: container["image"] for container in config["spec"]["containers"]
+        }.items() <= images.items()
         again = managers.apply(POD, live, config, Writer("me", "v1", time="t"), False, ())
         assert managers.write(again.merged, again.entries) == live
     mine = next(entry for entry in managers.read(live) if entry.manager == "me")

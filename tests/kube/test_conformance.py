@@ -51,12 +51,15 @@ def test_every_check_passes_and_nothing_remains(given: dict[str, Any]) -> None:
                 assert titles == [*(title for title, _ in CHECKS), "everything is removed"]
                 assert code == 0
                 used = {
-                    ((each["group"], each["resource"]), each["verb"])
-                    for each in server.audit
-                    if each["user"].endswith(":kvroute-operator") and "accessreviews" not in each["resource"]
+                    ((call["group"], call["resource"]), call["verb"])
+                    for call in server.audit
+                    if call["user"].endswith(":kvroute-operator") and "accessreviews" not in call["resource"]
                 }
                 assert (await admin.get(NODES.path())).json()["items"] == []
-                names = [each["metadata"]["name"] for each in (await admin.get(DEFINITIONS.path())).json()["items"]]
+                names = [
+                    definition["metadata"]["name"]
+                    for definition in (await admin.get(DEFINITIONS.path())).json()["items"]
+                ]
                 assert names == ["networkpolicies.networking.k8s.io"]
                 granted = {(key, verb) for key, verbs in RIGHTS.items() for verb in verbs}
                 assert used <= granted

@@ -40,7 +40,7 @@ def engine_sets(draw: st.DrawFn) -> list[Discovered]:
 
 def cluster_file(engines: list[Discovered]) -> str:
     """Return a cluster file with these engines."""
-    places = list(dict.fromkeys(each.place for each in engines))
+    places = list(dict.fromkeys(engine.place for engine in engines))
     sites = sorted({place.datacenter for place in places} - {""})
     lines = ["name: test"]
     lines += ["datacenters: [" + ", ".join(f"{{name: {site}}}" for site in sites) + "]"] if sites else []
@@ -66,10 +66,12 @@ def cluster_file(engines: list[Discovered]) -> str:
         "instances:",
     ]
     used = dict.fromkeys((at.node for at in places), 0)
-    for each in engines:
-        gpu = used[each.place.node]
-        used[each.place.node] += 1
-        lines.append(f'- {{name: {each.name}, role: {each.role}, gpus: "{each.place.node}:{gpu}", kv_capacity: 10 GB}}')
+    for engine in engines:
+        gpu = used[engine.place.node]
+        used[engine.place.node] += 1
+        lines.append(
+            f'- {{name: {engine.name}, role: {engine.role}, gpus: "{engine.place.node}:{gpu}", kv_capacity: 10 GB}}'
+        )
     return "\n".join(lines)
 
 
@@ -87,7 +89,7 @@ def test_stranded_engines_are_those_that_the_router_masks(engines: list[Discover
 
 def one(report: CheckReport, level: Level) -> LevelReport:
     """The report on one level."""
-    return next(each for each in report.levels if each.level == level)
+    return next(reported for reported in report.levels if reported.level == level)
 
 
 def test_engines_of_other_protocols_and_models_do_not_count() -> None:

@@ -129,7 +129,7 @@ def test_without_the_right_to_list_nodes(tmp_path: Path) -> None:
     async def scenario(rig: Rig) -> None:
         await until(lambda: len(rig.now) == 2)
         assert rig.now["llm.decode"].place.rack == ""
-        assert any("403: nodes is forbidden" in each for each in rig.discovery.failures)
+        assert any("403: nodes is forbidden" in failure for failure in rig.discovery.failures)
         assert rig.findings == [()]
         rig.api.refusals.clear()
         await until(lambda: rig.now["llm.decode"].place.rack == "r1")
@@ -170,7 +170,7 @@ def test_churn_ends_with_the_servers_pods(tmp_path: Path) -> None:
                 await rig.api.drop_watches()
             if number % 10 == 9:
                 await rig.api.expire()
-        left = {each["metadata"]["uid"] for each in rig.api.objects["pods"].values()}
+        left = {pod["metadata"]["uid"] for pod in rig.api.objects["pods"].values()}
         await rig.api.put("pods", pod_document("last", podIP="10.0.2.1"))
         await until(lambda: "llm.last" in rig.now)
         uids = {engine.uid.rpartition("-")[0] for engine in rig.now.values()}
@@ -189,7 +189,7 @@ def test_findings_are_reported_when_they_change(tmp_path: Path) -> None:
         assert rig.findings == [()]
         await rig.api.put("pods", pod_document("plain", labels={}, podIP="10.0.0.7"))
         await until(lambda: len(rig.findings) == 2)
-        assert [each.field for each in rig.findings[-1]] == ["kvroute.io/role"]
+        assert [finding.field for finding in rig.findings[-1]] == ["kvroute.io/role"]
         await rig.api.put("pods", pod_document("plain", podIP="10.0.0.7", node="node-0"))
         await until(lambda: "llm.plain" in rig.now)
         await until(lambda: rig.findings[-1] == ())

@@ -106,7 +106,9 @@ def test_without_the_right_to_read_the_service_its_port_counts_as_its_target_por
         assert made.spec.endpoint_picker_ref is not None
         faults = [*reference_faults(made.spec.endpoint_picker_ref, OWN, None, known=False)]
         assert len(faults) == count
-        assert all("map it to 9002 in the Service epp, which this picker may not read" in str(each) for each in faults)
+        assert all(
+            "map it to 9002 in the Service epp, which this picker may not read" in str(fault) for fault in faults
+        )
 
 
 @pytest.mark.parametrize("fails_open", [None, False, True])
@@ -122,7 +124,7 @@ def test_the_written_configuration_of_envoy_should_fail_as_the_pool_says(
     faults = reference_faults(made.spec.endpoint_picker_ref, own, found, known=True)
     opens = mode == "FailOpen"
     wanted = [] if fails_open in (None, opens) else [f"use --fail {'open' if opens else 'closed'}"]
-    assert [each.hint for each in faults] == wanted
+    assert [fault.hint for fault in faults] == wanted
 
 
 def test_each_port_of_a_pool_is_an_engine_of_each_pod() -> None:
@@ -130,18 +132,18 @@ def test_each_port_of_a_pool_is_an_engine_of_each_pod() -> None:
     events = '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}'
     args = ["meta-llama/Llama-3.1-8B", "--port", "9000", "--kv-events-config", events]
     engines = read((8001, 8000), args=args).engines
-    assert [(each.name, each.endpoint.url, each.endpoint.kv_events) for each in engines] == [
+    assert [(engine.name, engine.endpoint.url, engine.endpoint.kv_events) for engine in engines] == [
         ("llm.a_8001", "http://10.0.0.1:8001", "tcp://10.0.0.1:5557"),
         ("llm.a_8000", "http://10.0.0.1:8000", "tcp://10.0.0.1:5558"),
     ]
-    assert [each.name for each in read((8001,), args=args).engines] == ["llm.a"]
+    assert [engine.name for engine in read((8001,), args=args).engines] == ["llm.a"]
 
 
 def test_a_label_with_other_ports_is_a_warning() -> None:
     """The gateway sends requests to the ports of the pool only."""
     labels = {"kvroute.io/role": "decode", "kvroute.io/port": "8100"}
     reading = read((8000,), labels=labels)
-    assert [each.endpoint.url for each in reading.engines] == ["http://10.0.0.1:8000"]
+    assert [engine.endpoint.url for engine in reading.engines] == ["http://10.0.0.1:8000"]
     [finding] = reading.findings
     assert (finding.effect, finding.field) == ("warning", "kvroute.io/port")
     assert not read((8100,), labels=labels).findings

@@ -42,7 +42,7 @@ class Rig:
         return {found.metadata.name: found.metadata.resource_version for found in self.store.objects.values()}
 
     def _truth(self) -> dict[str, str]:
-        return {name: each["metadata"]["resourceVersion"] for name, each in self.api.objects["pods"].items()}
+        return {name: pod["metadata"]["resourceVersion"] for name, pod in self.api.objects["pods"].items()}
 
 
 @asynccontextmanager

@@ -90,30 +90,30 @@ def test_the_result_depends_only_on_the_set_of_pods(pods: list[KubePod], seed: i
 def test_engines_are_fit_to_be_reported(pods: list[KubePod]) -> None:
     """Ascending by name, with distinct names, and with distinct addresses if they are ready."""
     engines = read(*pods).engines
-    names = [each.name for each in engines]
+    names = [engine.name for engine in engines]
     assert names == sorted(set(names))
-    ready = [each.endpoint.url for each in engines if each.ready]
+    ready = [engine.endpoint.url for engine in engines if engine.ready]
     assert len(ready) == len(set(ready))
-    for each in engines:
-        assert msgspec.json.decode(msgspec.json.encode(each), type=Discovered) == each
+    for engine in engines:
+        assert msgspec.json.decode(msgspec.json.encode(engine), type=Discovered) == engine
 
 
 @given(odd_pods())
 def test_a_prefill_engine_has_the_bootstrap_server_that_its_protocol_needs(one: KubePod) -> None:
     """Unless its label says that there is none."""
-    for each in read(one).engines:
-        if TRAITS[each.endpoint.protocol].needs_bootstrap and one.value("kvroute.io/bootstrap-port") != "0":
-            assert bool(each.endpoint.bootstrap) == (each.role == "prefill")
+    for engine in read(one).engines:
+        if TRAITS[engine.endpoint.protocol].needs_bootstrap and one.value("kvroute.io/bootstrap-port") != "0":
+            assert bool(engine.endpoint.bootstrap) == (engine.role == "prefill")
 
 
 @given(odd_pods(), st.lists(odd_pods(), max_size=4))
 def test_other_pods_change_an_engine_only_by_its_name_or_address(one: KubePod, others: list[KubePod]) -> None:
     """A pod gives the same engines beside pods with other names and addresses."""
     alone = read(one)
-    taken = {word for each in alone.engines for word in (each.name, each.endpoint.url)}
+    taken = {word for engine in alone.engines for word in (engine.name, engine.endpoint.url)}
 
     def collides(other: KubePod) -> bool:
-        return any({each.name, each.endpoint.url} & taken for each in read(other).engines)
+        return any({engine.name, engine.endpoint.url} & taken for engine in read(other).engines)
 
     beside = read(one, *(other for other in others if not collides(other)))
     assert set(alone.engines) <= set(beside.engines)
@@ -158,9 +158,9 @@ def test_a_restarted_container_is_another_engine() -> None:
 def test_an_address_that_is_used_again() -> None:
     """Belongs to the ready pod; two ready pods with one address are a finding."""
     old, new = pod("old", deleted=True), pod("new")
-    assert [each.name for each in read(old, new).engines] == ["llm.new"]
+    assert [engine.name for engine in read(old, new).engines] == ["llm.new"]
     both = read(pod("a"), pod("b"))
-    assert [each.name for each in both.engines] == ["llm.a"]
+    assert [engine.name for engine in both.engines] == ["llm.a"]
     assert both.findings[0].pod == "llm/b"
     assert len(read(pod("a", ready=False), pod("b", ready=False)).engines) == 2
 
@@ -283,12 +283,12 @@ EVENTS = ["--kv-events-config", '{"enable_kv_cache_events": true, "replay_endpoi
 def test_data_parallel_ranks_behind_one_port(how: dict[str, Any]) -> None:
     """One engine of vLLM is an instance for each rank, with one URL; the label counts before the command line."""
     reading = read(pod(**{**how, "labels": {"kvroute.io/role": "decode", **how.get("labels", {})}}))
-    assert reading.findings == () or [each.effect for each in reading.findings] == ["warning"]
-    assert [(each.name, each.engine, each.rank) for each in reading.engines] == [
+    assert reading.findings == () or [finding.effect for finding in reading.findings] == ["warning"]
+    assert [(engine.name, engine.engine, engine.rank) for engine in reading.engines] == [
         ("llm.prefill-0_dp0", "llm.prefill-0", 0),
         ("llm.prefill-0_dp1", "llm.prefill-0", 1),
     ]
-    assert [each.endpoint for each in reading.engines] == [
+    assert [engine.endpoint for engine in reading.engines] == [
         Endpoint(
             url="http://10.0.0.1:8000",
             kv_events=f"tcp://10.0.0.1:{5557 + rank}",
@@ -302,7 +302,7 @@ def test_the_second_node_of_a_hybrid_load_balancer() -> None:
     """Requests name its ranks from 0; the ports of KV events count on from the first node."""
     options = ["-dp", "4", "--data-parallel-size-local", "2", "--data-parallel-start-rank", "2"]
     both = read(pod(args=["m", *options, *EVENTS], labels={"kvroute.io/role": "decode"})).engines
-    assert [(each.rank, each.endpoint.kv_events) for each in both] == [
+    assert [(engine.rank, engine.endpoint.kv_events) for engine in both] == [
         (0, "tcp://10.0.0.1:5559"),
         (1, "tcp://10.0.0.1:5560"),
     ]
@@ -319,9 +319,9 @@ def test_every_pod_of_the_documented_wide_ep_engine_serves_its_own_ranks(index: 
     (container,) = template["spec"]["containers"]
     reading = read(pod(container=container, labels=labels))
     assert reading.findings == ()
-    assert [each.name for each in reading.engines] == [f"llm.prefill-0_dp{rank}" for rank in range(8)]
-    assert {(each.model, each.tp, each.role) for each in reading.engines} == {("deepseek-v3", 1, "prefill")}
-    assert [(each.endpoint.url, each.endpoint.kv_events) for each in reading.engines] == [
+    assert [engine.name for engine in reading.engines] == [f"llm.prefill-0_dp{rank}" for rank in range(8)]
+    assert {(engine.model, engine.tp, engine.role) for engine in reading.engines} == {("deepseek-v3", 1, "prefill")}
+    assert [(engine.endpoint.url, engine.endpoint.kv_events) for engine in reading.engines] == [
         ("http://10.0.0.1:8000", f"tcp://10.0.0.1:{5557 + 8 * index + rank}") for rank in range(8)
     ]
 

@@ -147,7 +147,7 @@ def test_what_does_not_concern_pods_lists_nothing_again(tmp_path: Path) -> None:
             await change(rig, endpointPickerRef={"name": "epp", "port": {"number": 1}})
             await until(lambda: source.findings["warning"] == 1)
             audit = (await rig.client.must("GET", "/_control/audit"))["requests"]
-            assert not [each for each in audit if each["verb"] == "list"]
+            assert not [call for call in audit if call["verb"] == "list"]
 
     play(scenario, tmp_path)
 

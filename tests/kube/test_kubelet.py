@@ -69,8 +69,8 @@ def test_a_pod_gets_a_fitting_node_and_an_address_and_becomes_ready() -> None:
             for name in ("p", "q"):
                 await client.must("POST", PODS, pod(name, nodeSelector={"zone": "b"}))
             found = [await until(client, f"{PODS}/{name}", is_ready) for name in ("p", "q")]
-            assert [one["spec"]["nodeName"] for one in found] == ["n-b", "n-b"]
-            assert len({one["status"]["podIP"] for one in found}) == 2
+            assert [bound["spec"]["nodeName"] for bound in found] == ["n-b", "n-b"]
+            assert len({bound["status"]["podIP"] for bound in found}) == 2
 
     run(scenario)
 
@@ -95,7 +95,7 @@ def test_a_deleted_pod_stays_terminating_until_it_may_end() -> None:
     drained: list[str] = []
 
     async def scenario() -> None:
-        async with cluster(lambda one: one["metadata"]["name"] in drained) as client:
+        async with cluster(lambda candidate: candidate["metadata"]["name"] in drained) as client:
             await client.must("POST", PODS, pod("p"))
             await until(client, f"{PODS}/p", is_ready)
             await client.must("DELETE", f"{PODS}/p")

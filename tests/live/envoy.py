@@ -71,14 +71,14 @@ async def stat(session: aiohttp.ClientSession, admin: str, name: str) -> int:
     """Return a counter or gauge of Envoy. Args: `admin` is the URL of its admin interface."""
     async with session.get(f"{admin}/stats?format=json&filter={name}") as response:
         found = json.loads(await response.read())["stats"]
-    return sum(int(each["value"]) for each in found if each.get("name", "").endswith(name))
+    return sum(int(counter["value"]) for counter in found if counter.get("name", "").endswith(name))
 
 
 def with_patient_health_check(config: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration whose Envoy waits long for the picker's answer to a health check, as this machine may be
     busy with something else, and a picker may share its event loop with engines and clients."""
     config = copy.deepcopy(config)
-    (picker,) = (each for each in config["static_resources"]["clusters"] if each["name"] == PICKER)
+    (picker,) = (cluster for cluster in config["static_resources"]["clusters"] if cluster["name"] == PICKER)
     picker["health_checks"][0]["timeout"] = "300s"
     return config
 

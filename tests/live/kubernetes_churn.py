@@ -100,7 +100,11 @@ class Disturbances:
 
     async def _requests(self) -> list[dict[str, Any]]:
         found = await self.rig.client.must("GET", "/_control/audit")
-        return [each for each in found["requests"] if each["user"] == GATEWAY_USER and each["resource"] == "pods"]
+        return [
+            request
+            for request in found["requests"]
+            if request["user"] == GATEWAY_USER and request["resource"] == "pods"
+        ]
 
     async def finish(self) -> None:
         """Take the records of the last server."""
@@ -111,7 +115,7 @@ class Disturbances:
         cut = max((cut for cut in self.cuts if cut[0] <= at_s + LATEST_S), default=None)
         if cut is None:
             return at_s
-        back = [float(each["time_s"]) for each in self.audit if each["time_s"] >= cut[0] and each["verb"] == cut[1]]
+        back = [float(call["time_s"]) for call in self.audit if call["time_s"] >= cut[0] and call["verb"] == cut[1]]
         assert back, "the gateway did not come back after a cut"
         return max(at_s, min(back))
 

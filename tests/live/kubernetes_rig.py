@@ -224,7 +224,7 @@ class Rig:
         """Return URL by name of each engine that the gateway has."""
         async with self.session.get(f"{self.admin}/state") as response:
             state = await response.json()
-        return {each["name"]: each["url"] for each in state["layout"]["instances"]}
+        return {instance["name"]: instance["url"] for instance in state["layout"]["instances"]}
 
 
 async def _kubelets(rig: Rig) -> None:

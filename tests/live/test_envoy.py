@@ -76,7 +76,7 @@ def test_whole_and_streamed_responses_and_long_bodies(tmp_path: Path, buffered: 
             assert len(streamed.events) == 3
             long = BODY | {"prompt": "word " * 60_000}
             assert (await rig.post(long)).status == 200
-            assert any(each.json == long for engine in engines for each in engine.received)
+            assert any(request.json == long for engine in engines for request in engine.received)
             async with rig.session.get(f"{rig.url}/health") as response:
                 assert response.status == 200
             assert await released(rig)
@@ -100,7 +100,7 @@ def test_a_hundred_requests_follow_the_choice(tmp_path: Path) -> None:
 
             await asyncio.gather(*(one(number) for number in range(100)))
             for which, engine in enumerate(engines):
-                assert {int(each.json["user"]) % 3 for each in engine.received} == {which}
+                assert {int(request.json["user"]) % 3 for request in engine.received} == {which}
             assert await released(rig)
 
     run(main())
@@ -151,7 +151,7 @@ def test_a_dead_first_endpoint_is_skipped_and_its_breaker_opens(tmp_path: Path) 
                     assert (await rig.post(BODY | {"prompt": f"{number} word " * 20})).status == 200
                 assert await released(rig)
                 assert not up.up
-                assert all(each.availability.up for each in list(picker.gateway.runtime.engines.values())[1:])
+                assert all(engine.availability.up for engine in list(picker.gateway.runtime.engines.values())[1:])
                 assert (
                     'kvroute_leg_failures_total{leg="decode",engine="engine0",kind="refused"} 4'
                     in await picker.metrics()
@@ -185,7 +185,7 @@ def test_an_endpoint_that_envoy_does_not_know_is_replaced_and_the_load_booked_th
                 assert (await response).status == 200
                 assert [len(engine.received) for engine in engines] == [0, 1]
                 assert await released(rig)
-                assert all(each.availability.up for each in picker.gateway.runtime.engines.values())
+                assert all(client.availability.up for client in picker.gateway.runtime.engines.values())
 
     run(main())
 
@@ -336,7 +336,7 @@ def test_sidecars_of_decode_instances_order_the_prefill(tmp_path: Path) -> None:
                 ask: dict[str, Any] = {"model": MODEL, "prompt": f"question {number} " * 40, "max_tokens": 8}
                 response = await rig.post(ask | {"stream": number % 2 == 0})
                 assert (response.status, len(response.text.split())) == (200, 8)
-            named = [prefiller for each in sidecars for prefiller in each.prefillers]
+            named = [prefiller for other in sidecars for prefiller in other.prefillers]
             known = {endpoints[name].url.removeprefix("http://") for name in ("prefill0", "prefill1")}
             assert (len(named), set(named) <= known) == (4, True)
             assert await released(rig)

@@ -41,8 +41,14 @@ SRV = "_http._tcp.engines.example"
 def entries(engines: Iterable[Engine]) -> list[dict[str, Any]]:
     """Return the file of engines, each on a node of its own."""
     return [
-        {"name": each.name, "uid": each.name, "role": "both", "url": f"http://{address(each)}", "node": each.name}
-        for each in engines
+        {
+            "name": engine.name,
+            "uid": engine.name,
+            "role": "both",
+            "url": f"http://{address(engine)}",
+            "node": engine.name,
+        }
+        for engine in engines
     ]
 
 
@@ -258,13 +264,13 @@ def test_without_a_picker_envoy_fails_as_configured(tmp_path: Path, fail_open: b
                 for headers in ({}, named):
                     assert (await rig.post(BODY, headers=headers)).status == 200
                     assert (await rig.post(BODY | {"stream": True}, headers=headers)).status == 200
-                assert [len(each.received) for each in engines] == [4, 0, 0]
+                assert [len(engine.received) for engine in engines] == [4, 0, 0]
                 assert "no picker responds" not in rig.errors.read_text()
                 await rig.picker.gateway.close()
                 await rig.picker_gone()
                 for headers in ({}, named):
                     assert (await rig.post(BODY, headers=headers)).status == (200 if fail_open else 503)
-                assert [len(each.received) for each in engines] == [4, 2 * fail_open, 0]
+                assert [len(engine.received) for engine in engines] == [4, 2 * fail_open, 0]
                 if fail_open:
                     await until(lambda: "warning: no picker responds" in rig.errors.read_text())
 

@@ -72,7 +72,7 @@ def test_a_path_that_is_not_listed_reaches_no_engine(tmp_path: Path, gone: bool)
     async def main() -> None:
         engines = alone(1)
         async with paths_rig(engines, tmp_path, gone=gone) as rig:
-            for target in [each for each in UNLISTED if each not in SAME_AS_LISTED]:
+            for target in [path for path in UNLISTED if path not in SAME_AS_LISTED]:
                 for method in ("POST", "GET", "DELETE"):
                     status, body = await send(
                         rig, target, method, completion_body(**TRANSFER) if method == "POST" else b""

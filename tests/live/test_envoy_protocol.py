@@ -39,7 +39,7 @@ def with_response_bodies(config: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration in which response bodies pass through the picker, too."""
     config = copy.deepcopy(config)
     manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
-    (processor,) = (each for each in manager["http_filters"] if each["name"].endswith("ext_proc"))
+    (processor,) = (http_filter for http_filter in manager["http_filters"] if http_filter["name"].endswith("ext_proc"))
     processor["typed_config"]["processing_mode"]["response_body_mode"] = "FULL_DUPLEX_STREAMED"
     return config
 
@@ -113,8 +113,8 @@ def test_endpoints_are_tried_in_the_order_of_the_choice(tmp_path: Path, full: bo
                 await first.aclose()
             async with picking(made) as picker, envoy(picker, made, tmp_path) as rig:
                 await until(lambda: not picker.gateway.ready())
-                for each in picker.gateway.runtime.engines.values():
-                    each.availability.set_healthy(True, picker.gateway.now())
+                for client in picker.gateway.runtime.engines.values():
+                    client.availability.set_healthy(True, picker.gateway.now())
                 response = await rig.post(BODY)
                 assert (response.status, b"engine2" in response.body) == (200, True)
                 assert [len(engine.received) for engine in engines] == [full, full, True]

@@ -78,7 +78,7 @@ def test_a_thousand_streams_at_once(tmp_path: Path) -> None:
         ):
             slow(fleet, ("decode",), HELD)
             asked = [asyncio.ensure_future(one(client, rig, prompt)) for prompt in prompts]
-            await until(lambda: at_engines(fleet, ("decode",)) == STREAMS or any(each.done() for each in asked))
+            await until(lambda: at_engines(fleet, ("decode",)) == STREAMS or any(task.done() for task in asked))
             assert rig.picker.gateway.runtime.control.in_flight == STREAMS
             slow(fleet, ("decode",), 1)
             responses = await asyncio.gather(*asked)
@@ -97,8 +97,8 @@ def test_a_thousand_streams_at_once(tmp_path: Path) -> None:
 async def check_each_leg_ran_once(rig: EnvoyRig, fleet: EmulatedCluster) -> None:
     """Check that each request had one prefill and one decode, by the engines' counters and by the picker's."""
     counters = [server.engine.counters for server in fleet.servers.values()]
-    assert sum(each.finished for each in counters) == STREAMS
-    assert sum(pulled.transfers for each in counters for pulled in each.pulled.values()) == STREAMS
+    assert sum(counter.finished for counter in counters) == STREAMS
+    assert sum(pulled.transfers for counter in counters for pulled in counter.pulled.values()) == STREAMS
     decisions = await metrics(rig, "kvroute_decisions_total")
     for kind in ("prefill", "decode"):
         assert sum(count for labels, count in decisions.items() if f'kind="{kind}"' in labels) == STREAMS

@@ -260,9 +260,9 @@ def test_run_compares_and_cleans_up(run: NamedTestbed) -> None:
     )
     assert done.returncode == 0, done.stderr
     rounds = json.loads(done.stdout)
-    assert [one["policy"] for one in rounds] == ["round-robin", "foresight"]
-    for one in rounds:
-        assert one["kernel"]["answered"] == one["simulated"]["answered"] == 6
-        assert one["kernel"]["parts_s"]["transfer"] > 0
-        assert 0 < one["cpu_share"] <= 1
+    assert [comparison["policy"] for comparison in rounds] == ["round-robin", "foresight"]
+    for comparison in rounds:
+        assert comparison["kernel"]["answered"] == comparison["simulated"]["answered"] == 6
+        assert comparison["kernel"]["parts_s"]["transfer"] > 0
+        assert 0 < comparison["cpu_share"] <= 1
     assert machine(run) == before

@@ -90,7 +90,9 @@ class Client:
 
         def known() -> bool:
             found = [event["blocks"] for event in self.events("kv_stored") if event.get("tier") == "store"]
-            return all(any(len(each) >= full and each[: len(chain)] == chain for each in found) for chain in chains)
+            return all(
+                any(len(stored) >= full and stored[: len(chain)] == chain for stored in found) for chain in chains
+            )
 
         await until(known, poll_s=0.1)
 
@@ -99,7 +101,7 @@ class Client:
         async with self.session.get(f"{self.admin}/metrics") as response:
             lines = (await response.text()).splitlines()
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        samples = [line for line in lines if line.startswith(f"{name}{{") and all(each in line for each in wanted)]
+        samples = [line for line in lines if line.startswith(f"{name}{{") and all(label in line for label in wanted)]
         return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
 
 
@@ -196,7 +198,7 @@ def test_a_damaged_block_is_computed(running: Engines) -> None:
         key = block_keys(prompt, BLOCK_TOKENS)[10].hex()
         with running.network.store():
             store = store_of(running)
-            (name,) = [each for each in store.scan_iter(count=10_000) if each.decode().endswith(key)]
+            (name,) = [stored for stored in store.scan_iter(count=10_000) if stored.decode().endswith(key)]
             store.setrange(name, 5000, b"damaged")
         longer = [*prompt, *range(APPENDED_TOKENS)]
         text, cached = await client.ask(longer)
@@ -222,8 +224,12 @@ def test_a_node_that_dies_while_it_reads_costs_only_time(running: Engines) -> No
         asked = asyncio.ensure_future(client.ask(prompts[1]))
         numbers = (1, 2)
         half = CONTEXT_TOKENS // BLOCK_TOKENS * block_bytes() / 2
-        await until(lambda: any(running.network.received_bytes()[each] > before[each] + half / 4 for each in numbers))
-        (reader,) = [each for each in numbers if running.network.received_bytes()[each] > before[each] + half / 4]
+        await until(
+            lambda: any(running.network.received_bytes()[number] > before[number] + half / 4 for number in numbers)
+        )
+        (reader,) = [
+            number for number in numbers if running.network.received_bytes()[number] > before[number] + half / 4
+        ]
         running.end(NAMES[reader])
         text, cached = await asked
         assert cached == 0

@@ -88,7 +88,7 @@ class Both:
             assert (source, target) == (frame(peer, payload)[30:34], frame(peer, payload)[26:30])
             return [(worker, after[42:])]
         assert returned == XDP_REDIRECT
-        return [(each, after[42:]) for each in range(len(self._peers))]
+        return [(number, after[42:]) for number in range(len(self._peers))]
 
     def _number(self, target: Hashable) -> int:
         assert isinstance(target, PacketSource)
@@ -126,13 +126,13 @@ def test_the_kernel_answers_every_packet_as_the_state_machine(seed: int) -> None
                     ranks[number] = rank = Rank(Worker(7, number, workers, slots, incarnation, 0.05))
                 if rank.done < rounds and not rank.worker.busy:
                     rank.worker.begin(*operation(rank.done, number))
-                wire += [(number, each) for each in rank.worker.outgoing(now_s) if drawn.random() > 0.05]
-            late += [each for each in wire if drawn.random() < 0.2]
+                wire += [(number, packet) for packet in rank.worker.outgoing(now_s) if drawn.random() > 0.05]
+            late += [packet for packet in wire if drawn.random() < 0.2]
             drawn.shuffle(late)
             wire += [late.pop() for _ in range(len(late) // 8)]
             drawn.shuffle(wire)
-            for number, each in wire[: len(wire) // 2 + 1]:
-                for target, answer in both.receive(number, each, now_s):
+            for number, packet in wire[: len(wire) // 2 + 1]:
+                for target, answer in both.receive(number, packet, now_s):
                     if drawn.random() > 0.05:
                         ranks[target].worker.receive(answer, now_s)
             wire = wire[len(wire) // 2 + 1 :]
@@ -243,8 +243,8 @@ def test_both_data_planes_give_the_same_bits(loss: float) -> None:
             with switch(found, *options) as (_, used):
                 assert used == plane
                 done = results(workers_of(found, "--rounds", "150"))
-            hashes |= {each["hash"] for each in done}
-            assert all(each["attempts"] == 1 for each in done)
+            hashes |= {outcome["hash"] for outcome in done}
+            assert all(outcome["attempts"] == 1 for outcome in done)
         assert (found.lost > 0) == (loss > 0)
     assert len(hashes) == 1
 
@@ -256,25 +256,25 @@ def test_a_switch_that_restarts_and_a_worker_that_restarts() -> None:
         options = ("--rounds", "300", "--dtype", "int32", "--timeout-s", "60")
         with switch(found, *xdp(found)) as (process, _):
             group = workers_of(found, *options)
-            for each in group:
-                assert each.stdout is not None
-                assert each.stdout.readline() == "running\n"
+            for worker in group:
+                assert worker.stdout is not None
+                assert worker.stdout.readline() == "running\n"
             process.send_signal(signal.SIGKILL)
             process.wait()
         with switch(found, *xdp(found)) as (_, plane):
             assert plane == "xdp", "the program of the killed switch was detached with it"
             done = results(group)
-            assert {each["attempts"] for each in done} == {1}
+            assert {outcome["attempts"] for outcome in done} == {1}
             group = workers_of(found, *options)
-            for each in group:
-                assert each.stdout is not None
-                assert each.stdout.readline() == "running\n"
+            for worker in group:
+                assert worker.stdout is not None
+                assert worker.stdout.readline() == "running\n"
             group[1].kill()
             group[1].communicate()
             group[1:2] = workers_of(found, *options, only=[1])
             again = results(group)
-    assert {each["hash"] for each in again} == {each["hash"] for each in done}
-    assert [each["attempts"] for each in again] == [2, 1, 2]
+    assert {outcome["hash"] for outcome in again} == {outcome["hash"] for outcome in done}
+    assert [outcome["attempts"] for outcome in again] == [2, 1, 2]
 
 
 def test_groups_share_a_switch_and_one_of_them_uses_one_interface_twice() -> None:
@@ -289,7 +289,7 @@ def test_groups_share_a_switch_and_one_of_them_uses_one_interface_twice() -> Non
             )
             for worker in range(2)
         ]
-        assert {each["hash"] for each in results(usual)} == {each["hash"] for each in results(same)}
+        assert {result["hash"] for result in results(usual)} == {result["hash"] for result in results(same)}
 
 
 def test_without_privilege_python_sums_with_a_warning() -> None:

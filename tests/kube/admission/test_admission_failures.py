@@ -102,7 +102,7 @@ def test_row_5_an_explicit_label_skips_the_checks() -> None:
     other = constrained("hall", clusterTopologyName=None, label="example.com/hall", place="pod")
     assert [
         response["allowed"]
-        for response in judged(AdmissionView(), *[review("CREATE", each) for each in (explicit, other)])
+        for response in judged(AdmissionView(), *[review("CREATE", made) for made in (explicit, other)])
     ]
 
 
@@ -111,7 +111,7 @@ def test_a_level_of_a_topology_is_allowed(view: AdmissionView) -> None:
     """Grove's topologies are as good as kvroute's."""
     new = [constrained(mismatchPolicy=policy) for policy in ("fail", "fallback", "required", "preferred")]
     new += [router(), _weighted("soft-topology"), _weighted("foresight-joint")]
-    responses = judged(view, *[review("CREATE", each) for each in new])
+    responses = judged(view, *[review("CREATE", made) for made in new])
     assert [response["allowed"] for response in responses] == [True] * 7
 
 

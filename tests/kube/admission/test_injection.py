@@ -78,7 +78,9 @@ CONTAINERS = st.lists(
 def test_a_second_injection_changes_nothing(spec: dict[str, Any], containers: list[dict[str, Any]]) -> None:
     """Whatever the pod has already, it has every part once, and what was there stays."""
     pod = engine_pod()
-    pod["spec"] = spec | {"containers": [{"name": f"c{index}"} | each for index, each in enumerate(containers)]}
+    pod["spec"] = spec | {
+        "containers": [{"name": f"c{index}"} | container for index, container in enumerate(containers)]
+    }
     once = patched(pod, list(inject(request(pod), VIEW, SETTINGS).patch))
     assert inject(request(once), VIEW, SETTINGS).patch == ()
     assert names(once["spec"]["volumes"]).count(VOLUME) == 1
@@ -119,7 +121,10 @@ def test_the_parts_of_an_injection() -> None:
 
 def test_an_annotation_limits_it_to_the_container_of_the_engine() -> None:
     pod, _ = created(engine_pod(annotations={"kvroute.io/container": "engine"}))
-    assert [VOLUME in names(each.get("volumeMounts", [])) for each in pod["spec"]["containers"]] == [True, False]
+    assert [VOLUME in names(container.get("volumeMounts", [])) for container in pod["spec"]["containers"]] == [
+        True,
+        False,
+    ]
 
 
 def test_an_explicit_label_projects_one_level() -> None:

@@ -36,9 +36,9 @@ class DeploymentController:
         labels = [(pod, pod["metadata"].get("labels") or {}) for _, pod in self._store.select(PODS, key[2])]
         pods = [pod for pod, own in labels if wanted <= {*own.items()} and HASH in own]
         ready = sum(
-            (each["type"], each["status"]) == ("Ready", "True")
+            (condition["type"], condition["status"]) == ("Ready", "True")
             for pod in pods
-            for each in pod["status"].get("conditions") or ()
+            for condition in pod["status"].get("conditions") or ()
         )
         status: Object = {"observedGeneration": deployment["metadata"]["generation"]}
         status |= {"replicas": len(pods), "updatedReplicas": len(pods)} if pods else {}

@@ -131,19 +131,21 @@ class Discovery:
         if check and "/".join(check) not in CHECKS:
             return page_not_found()
         excluded = query.get("exclude", ())
-        failing = [one for one in STORAGE_CHECKS if not self.healthy and one not in excluded]
+        failing = [check_name for check_name in STORAGE_CHECKS if not self.healthy and check_name not in excluded]
         headers = {"X-Content-Type-Options": "nosniff"}
         if not failing and "verbose" not in query:
             return Answer(200, "ok", headers, TEXT)
         lines = []
-        for one in CHECKS:
-            if one in excluded:
-                lines.append(f"[+]{one} excluded: ok")
+        for check_name in CHECKS:
+            if check_name in excluded:
+                lines.append(f"[+]{check_name} excluded: ok")
             else:
-                lines.append(f"[-]{one} failed: reason withheld" if one in failing else f"[+]{one} ok")
-        unknown = [one for one in excluded if one not in CHECKS]
+                lines.append(
+                    f"[-]{check_name} failed: reason withheld" if check_name in failing else f"[+]{check_name} ok"
+                )
+        unknown = [check_name for check_name in excluded if check_name not in CHECKS]
         if unknown:
-            listed = ", ".join(f'"{one}"' for one in unknown)
+            listed = ", ".join(f'"{check_name}"' for check_name in unknown)
             lines.append(f"warn: some health checks cannot be excluded: no matches for {listed}")
         lines.append(f"{name} check {'failed' if failing else 'passed'}")
         return Answer(500 if failing else 200, "\n".join(lines) + "\n", headers, TEXT)

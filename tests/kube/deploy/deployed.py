@@ -49,9 +49,9 @@ def rules(objects: list[Manifest], kind: str, name: str) -> Iterator[dict[str, A
 @cache
 def _strict(kind: str) -> dict[str, Any]:
     [schema] = [
-        each["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-        for each in definitions()
-        if each["spec"]["names"]["kind"] == kind
+        definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+        for definition in definitions()
+        if definition["spec"]["names"]["kind"] == kind
     ]
     return _closed(schema)
 

@@ -47,7 +47,7 @@ def test_pull_secrets_reach_the_operator_and_what_it_makes() -> None:
     [operator] = [obj for obj in objects if obj["kind"] == "Deployment"]
     spec = operator["spec"]["template"]["spec"]
     assert spec["imagePullSecrets"] == [{"name": "first"}, {"name": "second"}]
-    given = [each for each in spec["containers"][0]["args"] if each.startswith("--image-pull")]
+    given = [container for container in spec["containers"][0]["args"] if container.startswith("--image-pull")]
     assert given == ["--image-pull-secret=first", "--image-pull-secret=second"]
 
 

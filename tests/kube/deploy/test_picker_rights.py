@@ -63,9 +63,9 @@ def test_a_picker_uses_exactly_the_rights_of_its_roles(tmp_path: Path) -> None:
         async def used() -> dict[str, set[str]]:
             found = await rig.client.must("GET", "/_control/audit")
             verbs: dict[str, set[str]] = {}
-            for each in found["requests"]:
-                if each["user"] == USER:
-                    verbs.setdefault(each["resource"], set()).add(each["verb"])
+            for request in found["requests"]:
+                if request["user"] == USER:
+                    verbs.setdefault(request["resource"], set()).add(request["verb"])
             return verbs
 
         async with asyncio.TaskGroup() as group:

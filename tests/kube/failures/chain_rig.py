@@ -69,7 +69,7 @@ class Machine:
         """Play the kubelet for this pod until cancelled."""
         pod = await self.rig.get("Pod", self.name) or {}
         async with asyncio.TaskGroup() as group:
-            if any(each["name"] == VOLUME for each in pod["spec"].get("volumes") or ()):
+            if any(entry["name"] == VOLUME for entry in pod["spec"].get("volumes") or ()):
                 volume = Volume(self.folder)
                 volume.write(**_files(pod))
                 group.create_task(self._follow(volume))
@@ -114,7 +114,7 @@ class Machine:
 
     def _variables(self, container: Manifest) -> dict[str, str]:
         """Return a container's environment, with the folder of this machine and a shorter wait."""
-        values = {each["name"]: each.get("value", "") for each in container.get("env") or ()}
+        values = {variable["name"]: variable.get("value", "") for variable in container.get("env") or ()}
         here = {name: str(self.folder) for name, value in values.items() if value == MOUNTED_AT}
         return values | here | {name: str(self.wait_s) for name in WAIT_S if name in values}
 
@@ -135,7 +135,7 @@ class Machine:
 def _files(pod: Manifest) -> dict[str, str]:
     """Return the files of the Downward API volume: one for each item, empty if the pod lacks the label."""
     labels = pod["metadata"].get("labels") or {}
-    [volume] = [each for each in pod["spec"].get("volumes") or () if each["name"] == VOLUME]
+    [volume] = [entry for entry in pod["spec"].get("volumes") or () if entry["name"] == VOLUME]
     return {
         item["path"]: labels.get(item["fieldRef"]["fieldPath"].partition("['")[2].removesuffix("']"), "")
         for item in volume["downwardAPI"]["items"]

@@ -84,7 +84,7 @@ def test_row_no_decode_in_the_domain(policy: str | None, status: int, tmp_path: 
             spec = constrained(mismatchPolicy=policy)
             gateway = await served(made, spec, prefill_0="n1", decode_0="n2", decode_1="n3")
             responses = await asked(gateway)
-            assert [each.status for each in responses] == [status] * REQUESTS
+            assert [response.status for response in responses] == [status] * REQUESTS
             if status == 503:
                 assert REFUSAL in responses[0].body.decode()
                 assert pairs(made) <= {"prefill-0"}
@@ -102,7 +102,7 @@ def test_a_fallback_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         async with chain(tmp_path) as made:
             spec = constrained(mismatchPolicy="fallback")
             gateway = await served(made, spec, prefill_0="n1", decode_0="n2")
-            assert [each.status for each in await asked(gateway)] == [200] * REQUESTS
+            assert [response.status for response in await asked(gateway)] == [200] * REQUESTS
 
     scenario(run())
     assert "constraint_fallback" in caplog.text
@@ -116,7 +116,7 @@ def test_row_a_worker_without_its_level(policy: str, tmp_path: Path) -> None:
         async with chain(tmp_path) as made:
             spec = constrained(mismatchPolicy=policy)
             gateway = await served(made, spec, "decode-9", prefill_0="n1", decode_0="n1", **{"decode-9": "n4"})
-            assert [each.status for each in await asked(gateway)] == [200] * REQUESTS
+            assert [response.status for response in await asked(gateway)] == [200] * REQUESTS
             assert pairs(made) == {"prefill-0", "decode-0"}
 
     scenario(run())
@@ -131,7 +131,7 @@ def test_row_only_a_worker_without_its_level(policy: str, status: int, tmp_path:
             spec = constrained(mismatchPolicy=policy)
             gateway = await served(made, spec, "decode-9", prefill_0="n1", **{"decode-9": "n4"})
             responses = await asked(gateway)
-            assert [each.status for each in responses] == [status] * REQUESTS
+            assert [response.status for response in responses] == [status] * REQUESTS
             assert pairs(made) - {"prefill-0"} == ({"decode-9"} if status == 200 else set())
 
     scenario(run())
@@ -143,7 +143,7 @@ def test_row_no_level(tmp_path: Path) -> None:
     async def run() -> None:
         async with chain(tmp_path) as made:
             gateway = await served(made, router(), prefill_0="n1", decode_0="n2")
-            assert [each.status for each in await asked(gateway)] == [200] * REQUESTS
+            assert [response.status for response in await asked(gateway)] == [200] * REQUESTS
             assert pairs(made) == {"prefill-0", "decode-0"}
             pod = await made.rig.get("Pod", "decode-0") or {}
             assert "initContainers" not in pod["spec"]
@@ -160,7 +160,7 @@ def test_row_prefill_engines_with_a_decode_engine_in_their_domain_come_first(pol
         async with chain(tmp_path) as made:
             spec = constrained(mismatchPolicy=policy)
             gateway = await served(made, spec, prefill_0="n1", prefill_1="n2", decode_0="n2", decode_1="n3")
-            assert [each.status for each in await asked(gateway)] == [200] * REQUESTS
+            assert [response.status for response in await asked(gateway)] == [200] * REQUESTS
             assert pairs(made) == {"prefill-1", "decode-0"}
 
     scenario(run())
@@ -198,7 +198,7 @@ def test_labels_of_pods_decide_where_nodes_cannot_be_read(tmp_path: Path) -> Non
         async with chain(tmp_path) as made:
             await made.rig.delete("ClusterRole", "kvroute-gateway-nodes", "")
             gateway = await served(made, constrained(), prefill_0="n1", decode_0="n1", decode_1="n2")
-            assert [each.status for each in await asked(gateway)] == [200] * REQUESTS
+            assert [response.status for response in await asked(gateway)] == [200] * REQUESTS
             assert pairs(made) == {"prefill-0", "decode-0"}
 
     scenario(run())
@@ -211,7 +211,7 @@ def test_zones_are_domains_as_well(tmp_path: Path) -> None:
         async with chain(tmp_path, levels=topology(zone="example.com/rack")) as made:
             spec = constrained("zone", mismatchPolicy="fallback")
             gateway = await served(made, spec, prefill_0="n1", decode_0="n1", decode_1="n2", decode_2="n3")
-            assert [each.status for each in await asked(gateway)] == [200] * REQUESTS
+            assert [response.status for response in await asked(gateway)] == [200] * REQUESTS
             assert pairs(made) == {"prefill-0", "decode-0"}
             await made.rig.delete("Pod", "decode-0")
             await made.rig.until(lambda: _elsewhere(made, gateway))

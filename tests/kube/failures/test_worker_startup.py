@@ -55,7 +55,9 @@ def test_row_files_not_present(tmp_path: Path) -> None:
             assert all(sentence in text and text.count("\n") == 1 for text in machine.stderr)
             assert machine.engine is None
             found = await made.rig.get("KvRouter", "chat") or {}
-            [labelled] = [each for each in found["status"]["conditions"] if each["type"] == "EnginesLabelled"]
+            [labelled] = [
+                condition for condition in found["status"]["conditions"] if condition["type"] == "EnginesLabelled"
+            ]
             assert labelled["reason"] == "NodeLabelMissing"
             assert "the node of decode-0 has no label example.com/rack" in labelled["message"]
             await made.rig.patch("Node", "n1", {"metadata": {"labels": {"example.com/rack": "r7"}}}, namespace="")

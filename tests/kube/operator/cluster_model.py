@@ -49,7 +49,7 @@ class ClusterModel:
         uid = self.objects.pop(ref)["metadata"]["uid"]
         self._applied.pop(ref, None)
         for other, owned in list(self.objects.items()):
-            if any(each["uid"] == uid for each in owned["metadata"].get("ownerReferences", [])):
+            if any(owner["uid"] == uid for owner in owned["metadata"].get("ownerReferences", [])):
                 self.delete(other)
 
     def snapshot(self, idle: frozenset[str] = frozenset()) -> Observed:

@@ -27,7 +27,7 @@ def run(cluster: ClusterModel, now: float = NOW_S, rounds: int = 8) -> list[Acti
 def conditions(cluster: ClusterModel) -> dict[str, tuple[str, str, str]]:
     """Return status, reason and message of each condition."""
     found = cluster.get("KvRouter", "chat")["status"]["conditions"]
-    return {each["type"]: (each["status"], each["reason"], each["message"]) for each in found}
+    return {condition["type"]: (condition["status"], condition["reason"], condition["message"]) for condition in found}
 
 
 def replaced(cluster: ClusterModel, obj: Manifest) -> None:

@@ -33,7 +33,7 @@ async def status(rig: Rig) -> Manifest:
 async def ready(rig: Rig, reason: str, replicas: int) -> bool:
     """Return whether the condition `Ready` and the number of gateways are these."""
     found = await status(rig)
-    reasons = [each["reason"] for each in found.get("conditions", []) if each["type"] == "Ready"]
+    reasons = [condition["reason"] for condition in found.get("conditions", []) if condition["type"] == "Ready"]
     return (reasons, found.get("readyReplicas")) == ([reason], replicas)
 
 
@@ -46,8 +46,8 @@ async def started(rig: Rig) -> None:
     """Create a KvRouter with engines that are ready."""
     await rig.make(plain(topology()))
     await rig.make(plain(node("n1", zone="z1", rack="r1")))
-    for each in engines(""):
-        await rig.schedule(plain(each), "n1")
+    for engine in engines(""):
+        await rig.schedule(plain(engine), "n1")
     await rig.make(plain(router()))
 
 
@@ -115,7 +115,7 @@ def test_a_leader_that_cannot_renew_its_lease_says_once_that_it_leads_no_more(ca
     caplog.set_level(logging.INFO, logger="kvroute.operator")
 
     def lines() -> list[str]:
-        return [each.message for each in caplog.records if each.message.startswith("this operator")]
+        return [record.message for record in caplog.records if record.message.startswith("this operator")]
 
     async def run() -> None:
         async with installed() as rig, rig.operator(give_up_s=0.3) as operator:

@@ -62,23 +62,23 @@ class Attempt:
     async def look(self) -> list[Manifest]:
         """Read the engine pods, and note labels that have changed."""
         found = [await self.rig.get("Pod", name) for name in self.pods()]
-        for each in filter(None, found):
+        for known in filter(None, found):
             for key in (*LABELS, "kvroute.io/role"):
-                history = self.seen.setdefault((each["metadata"]["name"], key), [])
-                value = each["metadata"]["labels"].get(key, "")
+                history = self.seen.setdefault((known["metadata"]["name"], key), [])
+                value = known["metadata"]["labels"].get(key, "")
                 if not history or history[-1] != value:
                     history.append(value)
-        return [each for each in found if each]
+        return [pod for pod in found if pod]
 
     async def serves(self) -> bool:
         """Return whether everything is as it should be; starts a gateway when its Deployment exists."""
         made = gateway_pod(self.name)
         if await self.rig.get("Deployment", self.name) and not await self.rig.get("Pod", made["metadata"]["name"]):
             await self.rig.schedule(plain(made), "n1")
-        labelled = all(LABELS.items() <= each["metadata"]["labels"].items() for each in await self.look())
+        labelled = all(LABELS.items() <= pod["metadata"]["labels"].items() for pod in await self.look())
         found = await self.rig.get("KvRouter", self.name) or {}
         conditions = (found.get("status") or {}).get("conditions") or ()
-        return labelled and ("Ready", "True") in [(each["type"], each["status"]) for each in conditions]
+        return labelled and ("Ready", "True") in [(condition["type"], condition["status"]) for condition in conditions]
 
     async def switched(self) -> bool:
         """Return whether the first prefill engine has become a decode engine, and everything is in order."""
@@ -91,10 +91,10 @@ class Attempt:
     async def check(self) -> None:
         """Assert that nothing exists twice, and that no label has changed back and forth."""
         for kind in KINDS:
-            names = [each["metadata"]["name"] for each in await self.rig.list(kind) if self._owns(each)]
+            names = [obj["metadata"]["name"] for obj in await self.rig.list(kind) if self._owns(obj)]
             assert len(names) == 1, (kind, names)
-        events = [each for each in await self.rig.list("Event") if self.name in each["involvedObject"]["name"]]
-        texts = [(each["involvedObject"]["name"], each["reason"], each["message"]) for each in events]
+        events = [event for event in await self.rig.list("Event") if self.name in event["involvedObject"]["name"]]
+        texts = [(event["involvedObject"]["name"], event["reason"], event["message"]) for event in events]
         assert len(texts) == len(set(texts)), texts
         for (name, key), history in self.seen.items():
             switched = key == "kvroute.io/role" and name.endswith("prefill-0")
@@ -112,7 +112,7 @@ class Attempt:
 
     def _owns(self, obj: Manifest) -> bool:
         owners = obj["metadata"].get("ownerReferences") or []
-        return any((each["kind"], each["name"]) == ("KvRouter", self.name) for each in owners)
+        return any((owner["kind"], owner["name"]) == ("KvRouter", self.name) for owner in owners)
 
 
 @contextlib.asynccontextmanager
@@ -152,7 +152,7 @@ def test_every_third_write_fails(name: str, seed: int) -> None:
             waiting = rig.server.faults.waiting
             waiting += [fault(skip=chance.randint(0, 4)) for _ in range(100)]
             await lives(made)
-            assert sum(not each.count for each in waiting) > 6
+            assert sum(not task.count for task in waiting) > 6
 
     scenario(run())
 

@@ -36,10 +36,10 @@ def test_a_stale_write_is_refused_and_its_event_is_not_recorded() -> None:
             execution = Execution(calls, "me", CLOCK_S)
             await execution.run(actions)
             assert execution.failures == 1
-            labelled = [each["metadata"]["name"] for each in await rig.list("Pod") if _labelled(each)]
+            labelled = [found_pod["metadata"]["name"] for found_pod in await rig.list("Pod") if _labelled(found_pod)]
             assert labelled == ["b"]
-            events = [each for each in await rig.list("Event") if each["reason"] == "RoleChanged"]
-            assert [each["involvedObject"]["name"] for each in events] == ["b"]
+            events = [event for event in await rig.list("Event") if event["reason"] == "RoleChanged"]
+            assert [event["involvedObject"]["name"] for event in events] == ["b"]
             await calls.close()
 
     def _labelled(obj: dict[str, dict[str, dict[str, str]]]) -> bool:

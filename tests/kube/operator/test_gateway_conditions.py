@@ -30,8 +30,8 @@ def test_with_a_name_that_is_taken_nothing_is_made(api_version: str, kind: str) 
         f"{kind} serving/{name} belongs to another owner, so the objects of this KvRouter are not made or changed; "
         "delete what is not in use, or give the KvRouter another name.",
     )
-    assert [each for _, each in KINDS if cluster.of(each)] == [kind]
-    subjects = [each["name"] for binding in cluster.of("ClusterRoleBinding") for each in binding["subjects"]]
+    assert [made for _, made in KINDS if cluster.of(made)] == [kind]
+    subjects = [subject["name"] for binding in cluster.of("ClusterRoleBinding") for subject in binding["subjects"]]
     assert subjects == ([] if kind == "ServiceAccount" else ["chat"])
     cluster.delete(Ref(api_version, kind, "serving", name))
     run(cluster)

@@ -29,15 +29,15 @@ async def cluster(rig: Rig, *objects: Manifest) -> None:
 async def labelled(rig: Rig) -> bool:
     """Return True if both engines have their labels."""
     engines = [await rig.get("Pod", f"{role}-0") or {} for role in ("prefill", "decode")]
-    return all(each and LABELS.items() <= each["metadata"]["labels"].items() for each in engines)
+    return all(engine and LABELS.items() <= engine["metadata"]["labels"].items() for engine in engines)
 
 
 async def condition(rig: Rig, name: str = "Ready") -> tuple[str, str]:
     """Return status and reason of a condition of the KvRouter."""
     found = await rig.get("KvRouter", "chat") or {}
-    for each in (found.get("status") or {}).get("conditions") or ():
-        if each["type"] == name:
-            return each["status"], each["reason"]
+    for reported in (found.get("status") or {}).get("conditions") or ():
+        if reported["type"] == name:
+            return reported["status"], reported["reason"]
     return "", ""
 
 
@@ -63,13 +63,13 @@ def test_a_gateway_from_a_router() -> None:
                 await cluster(rig)
                 await rig.until(lambda: serves(rig))
                 for kind in ("ConfigMap", "ServiceAccount", "RoleBinding", "Service", "PodDisruptionBudget"):
-                    owners = [each["metadata"].get("ownerReferences", []) for each in await rig.list(kind)]
-                    assert [each[0]["kind"] for each in owners if each] == ["KvRouter"], kind
-                [events] = [{each["reason"] for each in await rig.list("Event")}]
+                    owners = [obj["metadata"].get("ownerReferences", []) for obj in await rig.list(kind)]
+                    assert [owner[0]["kind"] for owner in owners if owner] == ["KvRouter"], kind
+                [events] = [{event["reason"] for event in await rig.list("Event")}]
                 assert {"Serving", "Resolved", "Labelled"} <= events
                 assert await rig.get("ClusterRoleBinding", "kvroute-gateways", "")
-            calls = [each for each in rig.server.audit if "kvroute-operator" in each["user"]]
-            used = {((each["group"], each["resource"]), each["verb"]) for each in calls}
+            calls = [call for call in rig.server.audit if "kvroute-operator" in call["user"]]
+            used = {((call["group"], call["resource"]), call["verb"]) for call in calls}
             assert used <= {(key, verb) for key, verbs in RIGHTS.items() for verb in verbs}
             assert {(("", "pods"), "patch"), (("kvroute.io", "kvrouters/status"), "patch")} <= used
 
@@ -87,16 +87,16 @@ def test_silence_when_nothing_changes() -> None:
             rig.server.audit.clear()
             await rig.until(lambda: _reads(rig, 4))
             writes = [
-                each
-                for each in rig.server.audit
-                if "kvroute-operator" in each["user"]
-                and each["verb"] in ("create", "patch", "update", "delete")
-                and each["resource"] != "leases"
+                call
+                for call in rig.server.audit
+                if "kvroute-operator" in call["user"]
+                and call["verb"] in ("create", "patch", "update", "delete")
+                and call["resource"] != "leases"
             ]
             assert writes == []
 
     async def _reads(rig: Rig, count: int) -> bool:
-        reads = [each for each in rig.server.audit if (each["verb"], each["resource"]) == ("get", "configmaps")]
+        reads = [call for call in rig.server.audit if (call["verb"], call["resource"]) == ("get", "configmaps")]
         return len(reads) >= count
 
     scenario(run())
@@ -122,7 +122,7 @@ def test_what_is_deleted_and_changed() -> None:
             async def unlabelled() -> bool:
                 gone = await rig.get("KvRouter", "chat") is None
                 pods = await rig.list("Pod")
-                return gone and not any(LABELS.keys() & each["metadata"]["labels"].keys() for each in pods)
+                return gone and not any(LABELS.keys() & pod["metadata"]["labels"].keys() for pod in pods)
 
             await rig.until(unlabelled)
 
@@ -165,11 +165,11 @@ def test_killed_operators_leave_no_trace() -> None:
                     await rig.until(partial(_writes, rig, calls))
             async with rig.operator("last"):
                 await rig.until(lambda: serves(rig))
-                names = [each["metadata"]["name"] for each in await rig.list("Event")]
+                names = [event["metadata"]["name"] for event in await rig.list("Event")]
                 assert len(names) == len(set(names))
 
     async def _writes(rig: Rig, count: int) -> bool:
-        made = sum(each["verb"] in ("patch", "create") for each in rig.server.audit if "operator" in each["user"])
+        made = sum(call["verb"] in ("patch", "create") for call in rig.server.audit if "operator" in call["user"])
         return made >= count or await serves(rig)
 
     scenario(run())
@@ -227,7 +227,11 @@ def test_the_webhook_answers_the_server() -> None:
         bundle = base64.b64encode(stored.ca_bundle).decode()
         kinds = ("ValidatingWebhookConfiguration", "MutatingWebhookConfiguration")
         found = [await rig.get(kind, "kvroute", "") or {} for kind in kinds]
-        return all(hook["clientConfig"].get("caBundle") == bundle for each in found for hook in each["webhooks"])
+        return all(
+            hook["clientConfig"].get("caBundle") == bundle
+            for configuration in found
+            for hook in configuration["webhooks"]
+        )
 
     async def _refused(rig: Rig, obj: Manifest, sentence: str) -> bool:
         response = await rig.create(plain(obj))
@@ -238,7 +242,7 @@ def test_the_webhook_answers_the_server() -> None:
         name = f"prefill-{len(await rig.list('Pod'))}"
         await rig.schedule(plain(pod(name)), "n1")
         made = await rig.get("Pod", name) or {}
-        return "kvroute-topology" in [each["name"] for each in made["spec"].get("volumes", [])]
+        return "kvroute-topology" in [volume["name"] for volume in made["spec"].get("volumes", [])]
 
     async def _kept(rig: Rig) -> bool:
         response = await rig.delete("ClusterTopology", "cluster")
@@ -259,7 +263,7 @@ def test_a_router_of_another_namespace_name_is_not_taken_over() -> None:
             await rig.make(plain(router()))
             await rig.until(lambda: _is(rig, ("False", "NameTaken")))
             found = await rig.get("Service", "chat") or {}
-            assert [each["port"] for each in found["spec"]["ports"]] == [1]
+            assert [port["port"] for port in found["spec"]["ports"]] == [1]
 
     async def _is(rig: Rig, wanted: tuple[str, str]) -> bool:
         return await condition(rig) == wanted

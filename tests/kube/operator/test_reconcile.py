@@ -99,13 +99,14 @@ def test_conditions_of_a_router_that_serves() -> None:
     assert {name: status for name, (status, _, _) in found.items()} == dict.fromkeys(found, "True")
     status = cluster.get("KvRouter", "chat")["status"]
     assert (status["readyReplicas"], status["engines"]) == (1, {"prefill": 2, "decode": 2, "both": 0})
-    assert {each["lastTransitionTime"] for each in status["conditions"]} == {"2027-01-15T08:00:00Z"}
+    assert {condition["lastTransitionTime"] for condition in status["conditions"]} == {"2027-01-15T08:00:00Z"}
     cluster.delete(ref_of(pod("decode-0")))
     cluster.delete(ref_of(pod("decode-1")))
     run(cluster, NOW_S + 60)
     assert conditions(cluster)["Ready"] == ("False", "NoEngines", "No decode engine is ready.")
     times = {
-        each["type"]: each["lastTransitionTime"] for each in cluster.get("KvRouter", "chat")["status"]["conditions"]
+        condition["type"]: condition["lastTransitionTime"]
+        for condition in cluster.get("KvRouter", "chat")["status"]["conditions"]
     }
     assert times["Ready"] == "2027-01-15T08:01:00Z"
     assert times["TopologyResolved"] == "2027-01-15T08:00:00Z"
@@ -242,7 +243,7 @@ def test_all_gateways_may_read_nodes_and_none_else() -> None:
     run(cluster)
     [binding] = cluster.of("ClusterRoleBinding")
     assert binding["roleRef"]["name"] == SETTINGS.nodes_role
-    subjects = [(each["namespace"], each["name"]) for each in binding["subjects"]]
+    subjects = [(subject["namespace"], subject["name"]) for subject in binding["subjects"]]
     assert subjects == [("other", "code"), ("serving", "chat")]
 
 

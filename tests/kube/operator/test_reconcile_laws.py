@@ -106,9 +106,7 @@ def converge(cluster: ClusterModel, now: float = START_S) -> float:
             return now
         cluster.execute(actions)
         cluster.settle()
-        now += (
-            1e9 if any(DRAINED_SINCE in each["metadata"].get("annotations", {}) for each in cluster.of("Pod")) else 10
-        )
+        now += 1e9 if any(DRAINED_SINCE in pod["metadata"].get("annotations", {}) for pod in cluster.of("Pod")) else 10
     raise AssertionError([*actions])
 
 
@@ -201,7 +199,7 @@ def test_nothing_remains_of_a_deleted_router(cluster: ClusterModel) -> None:
         cluster.delete(ref_of(obj))
     converge(cluster, now)
     assert {ref for ref in cluster.objects if ref.kind != "ClusterRoleBinding"} == others
-    for each in cluster.of("Pod"):
-        assert not each["metadata"]["annotations"].get(WRITTEN)
+    for found in cluster.of("Pod"):
+        assert not found["metadata"]["annotations"].get(WRITTEN)
     for binding in cluster.of("ClusterRoleBinding"):
         assert binding["subjects"] == []

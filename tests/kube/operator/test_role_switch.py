@@ -116,7 +116,7 @@ def test_an_unknown_role_is_refused_once() -> None:
 
 def _runs(cluster: ClusterModel) -> Iterator[list[str | None]]:
     """Yield the roles of all engines after each step."""
-    engines = [each["metadata"]["name"] for each in cluster.of("Pod")]  # the steps add a pod of the gateway
+    engines = [pod["metadata"]["name"] for pod in cluster.of("Pod")]  # the steps add a pod of the gateway
     now = START_S
     for _ in range(30):
         step(cluster, now)
@@ -131,15 +131,15 @@ def _runs(cluster: ClusterModel) -> Iterator[list[str | None]]:
 def test_switches_never_empty_a_role(roles: list[str], targets: list[str]) -> None:
     """Two engines are never drained at once, and each role that had a ready engine keeps one."""
     pods = [
-        pod(f"e{index}", each, labels={TARGET_ROLE: target} if target else {})
-        for index, (each, target) in enumerate(zip(roles, targets, strict=False))
+        pod(f"e{index}", role, labels={TARGET_ROLE: target} if target else {})
+        for index, (role, target) in enumerate(zip(roles, targets, strict=False))
     ]
     cluster = ClusterModel([router(), *pods])
     for now in _runs(cluster):
         assert now.count(None) <= 1
-        for each in set(roles):
-            assert each in now
-    assert all(is_ready(each) for each in cluster.of("Pod"))
+        for role in set(roles):
+            assert role in now
+    assert all(is_ready(found_pod) for found_pod in cluster.of("Pod"))
     for engine in cluster.of("Pod"):
         target = labels_of(engine).get(TARGET_ROLE)
         assert target is None or role_of(labels_of(engine)) != target

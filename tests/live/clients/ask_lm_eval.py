@@ -35,7 +35,7 @@ def main(url: str, model: str) -> None:
         from lm_eval.tasks import TaskManager
 
         data = Path(folder, "documents.jsonl")
-        data.write_text("".join(json.dumps(each) + "\n" for each in DOCUMENTS))
+        data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
         for name, (output, more) in KINDS.items():
             Path(folder, f"{name}.yaml").write_text(TASK.format(name=name, data=data, output=output, more=more))
         tasks = TaskManager(include_path=folder, include_defaults=False)

@@ -44,7 +44,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             process.wait()
 
 
-@pytest.mark.parametrize("client", sorted(each.name for each in HERE.glob("ask_*")))
+@pytest.mark.parametrize("client", sorted(path.name for path in HERE.glob("ask_*")))
 def test_a_client_gets_what_it_asks_for(url: str, client: str, tmp_path: Path) -> None:
     """Its program checks the answers and ends with an error if one is wrong."""
     programs, npm = ENVIRONMENT / "bin", ENVIRONMENT / "npm"

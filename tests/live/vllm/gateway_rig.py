@@ -50,7 +50,7 @@ class Gateway:
         """Return the decode instance that was chosen last; empty if none was."""
         lines = [json.loads(line) for line in self.log.read_text(encoding="utf-8").split("\n")[1:-1]]
         decisions = [decision for line in lines for decision in line.get("decisions", ())]
-        return next((each["target"] for each in reversed(decisions) if each["type"] == "decode"), "")
+        return next((decision["target"] for decision in reversed(decisions) if decision["type"] == "decode"), "")
 
     def client(self) -> openai.OpenAI:
         """Return a client of this gateway."""

@@ -43,8 +43,8 @@ def main() -> None:
             sums = tensor(number, size, rank, kind).to(DEVICE)
             dist.all_reduce(sums)
             total = sums.cpu()
-            given = [tensor(number, size, each, kind).double() for each in range(ranks)]
-            magnitude = sum(each.abs() for each in given).max()  # a sum near zero loses digits in any order
+            given = [tensor(number, size, of_rank, kind).double() for of_rank in range(ranks)]
+            magnitude = sum(of_rank.abs() for of_rank in given).max()  # a sum near zero loses digits in any order
             error = float((total.double() - sum(given)).abs().max() / magnitude)
             largest = max(largest, error / TOLERANCE[kind])
             digest.update(total.view(torch.uint8).numpy().tobytes())

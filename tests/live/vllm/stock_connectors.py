@@ -114,7 +114,7 @@ class StockConnector:
 def logged_bytes(server: Server) -> float:
     """Return the bytes that a server has moved, by the lines that its connector logs once a second."""
     text = server.log.read_text(encoding="utf-8", errors="replace")
-    mebibytes = sum(int(transfers) * float(each) for transfers, each in _LOGGED.findall(text))
+    mebibytes = sum(int(transfers) * float(size) for transfers, size in _LOGGED.findall(text))
     return round(mebibytes * _MEBIBYTE / LAYER_BYTES) * LAYER_BYTES  # the log has three decimals of each mean
 
 

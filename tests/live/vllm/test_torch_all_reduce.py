@@ -38,8 +38,8 @@ def results(ranks: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
         out, error = process.communicate(timeout=300)
         assert process.returncode == 0, error
         found.append(json.loads(out.splitlines()[-1]))
-    assert len({each["hash"] for each in found}) == 1
-    assert max(each["error"] for each in found) < 1.0
+    assert len({outcome["hash"] for outcome in found}) == 1
+    assert max(outcome["error"] for outcome in found) < 1.0
     return found
 
 
@@ -49,8 +49,8 @@ def test_every_size_and_type_goes_through_the_switch(tmp_path: Path, loss: float
     with star(3) as found, switch(found, *xdp(found)):
         found.lose(loss)
         done = results(start(found, tmp_path, "switch: SWITCH\nschemes: [{scheme: ina}]\n", 12))
-    assert [each["calls"] for each in done] == [{"ina": 60, "ring": 1}] * 3
-    assert [each["fallbacks"] for each in done] == [{}] * 3
+    assert [outcome["calls"] for outcome in done] == [{"ina": 60, "ring": 1}] * 3
+    assert [outcome["fallbacks"] for outcome in done] == [{}] * 3
 
 
 def test_hierarchical_schemes_by_size(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_hierarchical_schemes_by_size(tmp_path: Path) -> None:
     settings = f"switch: SWITCH\nranks_per_server: [2, 2]\nschemes: {schemes}\n"
     with star(4) as found, switch(found):
         done = results(start(found, tmp_path, settings, 12))
-    assert [each["calls"] for each in done] == [{"hierarchical-ina": 48, "hierarchical-ring": 12, "ring": 1}] * 4
+    assert [outcome["calls"] for outcome in done] == [{"hierarchical-ina": 48, "hierarchical-ring": 12, "ring": 1}] * 4
 
 
 @pytest.mark.parametrize(("scheme", "after"), [("ina", "ring"), ("hierarchical-ina", "hierarchical-ring")])
@@ -68,14 +68,14 @@ def test_a_switch_that_is_killed_is_replaced_by_a_ring(tmp_path: Path, scheme: s
     settings = f"switch: SWITCH\nranks_per_server: [1, 1, 1]\nschemes: [{{scheme: {scheme}}}]\n"
     with star(3) as found, switch(found, *xdp(found)) as (process, _):
         ranks = start(found, tmp_path, settings, 300)
-        for each in ranks:
-            assert each.stdout is not None
-            assert each.stdout.readline() == "running\n"
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "running\n"
         process.kill()
         done = results(ranks)
-    assert all(each["fallbacks"] == {scheme: 1} for each in done)
-    assert all(each["calls"][scheme] >= 1 and each["calls"][after] >= 1 for each in done), done
-    assert len({json.dumps(each["calls"], sort_keys=True) for each in done}) <= 2, (
+    assert all(outcome["fallbacks"] == {scheme: 1} for outcome in done)
+    assert all(outcome["calls"][scheme] >= 1 and outcome["calls"][after] >= 1 for outcome in done), done
+    assert len({json.dumps(outcome["calls"], sort_keys=True) for outcome in done}) <= 2, (
         "ranks differ by one operation at most"
     )
 
@@ -103,9 +103,9 @@ def test_a_table_that_changes_while_ranks_reduce(tmp_path: Path) -> None:
             change(tmp_path, version, scheme)
         (tmp_path / "stop").touch()
         done = results(ranks)
-    assert all(each["calls"] == done[0]["calls"] for each in done)
+    assert all(outcome["calls"] == done[0]["calls"] for outcome in done)
     assert set(done[0]["calls"]) == {"ring", "ina", "hierarchical-ina", "hierarchical-ring"}
-    assert [each["fallbacks"] for each in done] == [{}] * 4
+    assert [outcome["fallbacks"] for outcome in done] == [{}] * 4
 
 
 def test_ranks_return_to_a_switch_that_is_back(tmp_path: Path) -> None:
@@ -124,4 +124,4 @@ def test_ranks_return_to_a_switch_that_is_back(tmp_path: Path) -> None:
             asyncio.run(until(lambda: used(tmp_path, "ina") > before + 100))
             (tmp_path / "stop").touch()
             done = results(ranks)
-    assert [each["fallbacks"] for each in done] == [{"ina": 1}] * 3
+    assert [outcome["fallbacks"] for outcome in done] == [{"ina": 1}] * 3

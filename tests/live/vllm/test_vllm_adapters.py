@@ -104,8 +104,8 @@ def test_adapters_are_served_and_never_mixed_with_the_base_model(servers: Pair, 
     chains = {model: block_hashes(tokens, 32, seed) for model, seed in seeds.items()}
     assert len({chain[0] for chain in chains.values()}) == len(models)
     # The prefill server's KV events of all three prompts have arrived: three chains of as many blocks.
-    until(lambda: {len(each["blocks"]) for each in stored(gateway, "prefill0")} >= {PROMPT_TOKENS // 32})
-    until(lambda: len({each["blocks"][0] for each in stored(gateway, "prefill0")}) == len(models))
+    until(lambda: {len(event["blocks"]) for event in stored(gateway, "prefill0")} >= {PROMPT_TOKENS // 32})
+    until(lambda: len({event["blocks"][0] for event in stored(gateway, "prefill0")}) == len(models))
 
     hits = gateway.metric("kvroute_prefix_hit_tokens_total")
     for model in models:
@@ -118,11 +118,11 @@ def test_adapters_are_served_and_never_mixed_with_the_base_model(servers: Pair, 
     assert gateway.metric("kvroute_prefix_hit_tokens_total") == hits, "each model is the first with this prompt"
     assert len({tuple(ids) for ids in answers.values()}) == len(models)
     measured = gateway.events("adapters_measured")
-    assert {each["slots"] for each in measured} == {2}
-    assert {each["instance"] for each in measured} == {"prefill0", "decode0"}
-    arrived = [each["request"]["adapter"] for each in gateway.events("arrived")]
+    assert {event["slots"] for event in measured} == {2}
+    assert {event["instance"] for event in measured} == {"prefill0", "decode0"}
+    arrived = [event["request"]["adapter"] for event in gateway.events("arrived")]
     assert arrived == ["", *ADAPTERS] * 2
 
 
 def stored(gateway: Gateway, instance: str) -> list[dict[str, Any]]:
-    return [each for each in gateway.events("kv_stored") if each["instance"] == instance]
+    return [event for event in gateway.events("kv_stored") if event["instance"] == instance]

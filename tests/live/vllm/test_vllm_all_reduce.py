@@ -39,7 +39,7 @@ class Generation:
 
     def expected(self, output_tokens: int) -> list[list[int]]:
         """Return the first tokens of TP=1."""
-        return [each[:output_tokens] for each in self.tokens]
+        return [tokens[:output_tokens] for tokens in self.tokens]
 
     def _command(self, ranks: int, output_tokens: int) -> list[str]:
         return [str(BIN / "python"), str(HERE / "tensor_parallel.py"), str(self.model), str(ranks), str(output_tokens)]
@@ -88,7 +88,9 @@ def _install_plug_in(folder: Path) -> None:
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: kvroute\nVersion: 0\n", encoding="ascii")
     lines = [
-        line for group, each in groups.items() for line in (f"[{group}]", *(f"{k} = {v}" for k, v in each.items()))
+        line
+        for group, settings in groups.items()
+        for line in (f"[{group}]", *(f"{k} = {v}" for k, v in settings.items()))
     ]
     (installed / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="ascii")
 

@@ -58,9 +58,9 @@ def logged(gateway: Gateway) -> list[tuple[str, ...]]:
     lines = [json.loads(line) for line in gateway.log.read_text(encoding="utf-8").split("\n")[1:-1]]
     made = [decision for line in lines for decision in line.get("decisions", ())]
     return [
-        (each["instance"],) if each["type"] == "prefill" else (each["source"], each["target"])
-        for each in made
-        if each["type"] in ("prefill", "decode")
+        (decision["instance"],) if decision["type"] == "prefill" else (decision["source"], decision["target"])
+        for decision in made
+        if decision["type"] in ("prefill", "decode")
     ]
 
 
@@ -85,7 +85,7 @@ def test_short_and_cached_prompts_go_to_a_decode_server(pair: Pair, tmp_path: Pa
         assert source == target
         assert target.startswith("decode")
         assert complete(gateway, long, stream) == alone(pair, long)
-        assert [len(each) for each in decisions(gateway, 3)[1:]] == [1, 2]
+        assert [len(decision) for decision in decisions(gateway, 3)[1:]] == [1, 2]
         prefill, (source, target) = decisions(gateway, 3)[1:]
         assert prefill == ("prefill0",) != (target,)
         until(lambda: pulled(pair) == moved + 1)

@@ -50,11 +50,11 @@ def test_a_greedy_response_is_the_same_over_a_killed_decode_server(pair: Pair, p
             for event in stream:
                 events.append(event)
                 if len(events) == KILL_AFTER:
-                    (victim,) = (each for each in (pair.decode, pair.other) if requests_on(process, each) == 1)
+                    (victim,) = (engine for engine in (pair.decode, pair.other) if requests_on(process, engine) == 1)
                     victim.kill()
     assert process.metric("kvroute_continued_streams_total") == continued + 1
     pieces = [choice for event in events for choice in event.choices]
-    got = "".join([(each.delta.content if kind == "chat" else each.text) or "" for each in pieces])
+    got = "".join([(piece.delta.content if kind == "chat" else piece.text) or "" for piece in pieces])
     assert got == text
     assert pieces[-1].finish_reason == "length"
     assert events[-1].usage.completion_tokens == COUNT

@@ -31,8 +31,8 @@ def test_the_doctor_sees_kv_move_through_both_pairs(pair: Pair, tmp_path: Path) 
         assert engine["metrics"]["missing"] == [], engine
         assert engine["events"]["subscribed"], engine
         assert engine["events"]["replay"], engine
-    assert {each["prefill"] for each in document["pairs"]} == {"prefill0"}
-    assert {each["decode"] for each in document["pairs"]} == {"decode0", "decode1"}
-    for each in document["pairs"]:
-        assert (each["moved"], each["evidence"]) == ("yes", "counters"), each
-        assert each["kv_bytes"] > 0
+    assert {checked["prefill"] for checked in document["pairs"]} == {"prefill0"}
+    assert {checked["decode"] for checked in document["pairs"]} == {"decode0", "decode1"}
+    for checked in document["pairs"]:
+        assert (checked["moved"], checked["evidence"]) == ("yes", "counters"), checked
+        assert checked["kv_bytes"] > 0

@@ -149,9 +149,9 @@ def test_the_output_of_a_response_has_log_probabilities(pair: Pair, gateway: Gat
         reply: Any = client.responses.create(**body)
     moved(pair, before)
     got = reply.output[0].content[0].logprobs
-    assert [each.token for each in got] == [each["token"] for each in expected]
-    assert [each.logprob for each in got] == pytest.approx([each["logprob"] for each in expected], abs=1e-3)
-    assert [len(each.top_logprobs) for each in got] == [2] * len(expected)
+    assert [token.token for token in got] == [token["token"] for token in expected]
+    assert [token.logprob for token in got] == pytest.approx([token["logprob"] for token in expected], abs=1e-3)
+    assert [len(token.top_logprobs) for token in got] == [2] * len(expected)
 
 
 def test_a_response_follows_a_schema_or_calls_a_tool(pair: Pair, gateway: Gateway) -> None:
@@ -163,9 +163,9 @@ def test_a_response_follows_a_schema_or_calls_a_tool(pair: Pair, gateway: Gatewa
         {"input": words(12), "tools": [RESPONSES_TOOL], "tool_choice": "required"},
         {"input": words(13), "tools": [RESPONSES_TOOL], "tool_choice": {"type": "function", "name": "jump"}},
     ]
-    expected = [pair.alone.post("/v1/responses", body | each)["output"] for each in wanted]
+    expected = [pair.alone.post("/v1/responses", body | options)["output"] for options in wanted]
     with gateway.client() as client:
-        replies: list[Any] = [client.responses.create(**body, **each) for each in wanted]
+        replies: list[Any] = [client.responses.create(**body, **options) for options in wanted]
     moved(pair, before, 3)
     assert replies[0].output_text == expected[0][0]["content"][0]["text"]
     for reply, other in zip(replies, expected, strict=True):
@@ -176,7 +176,7 @@ def outputs_of(output: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """Return the texts and tool calls in the output of a response, whose ids are random."""
     texts = [[part["text"] for part in item.get("content") or ()] for item in output]
     return [
-        (each["type"], text, each.get("name"), each.get("arguments")) for each, text in zip(output, texts, strict=True)
+        (part["type"], text, part.get("name"), part.get("arguments")) for part, text in zip(output, texts, strict=True)
     ]
 
 
@@ -225,8 +225,10 @@ def test_a_message_calls_a_tool(pair: Pair, gateway: Gateway) -> None:
     choices: list[Any] = [{"type": "any"}, {"type": "tool", "name": "jump"}]
     wanted = [{"messages": conversation(30 + index), "tool_choice": choice} for index, choice in enumerate(choices)]
     with anthropic_client(gateway.url) as client, anthropic_client(pair.alone.url) as other:
-        expected = [parts_of(other.messages.create(**body, **each, stream=True, extra_body=COLD)) for each in wanted]
-        got = [parts_of(client.messages.create(**body, **each, stream=True, extra_body=COLD)) for each in wanted]
+        expected = [
+            parts_of(other.messages.create(**body, **options, stream=True, extra_body=COLD)) for options in wanted
+        ]
+        got = [parts_of(client.messages.create(**body, **options, stream=True, extra_body=COLD)) for options in wanted]
     moved(pair, before, 2)
     assert got == expected
     assert got[1][0] == "jump"
@@ -395,7 +397,7 @@ def test_a_second_turn_is_routed_to_its_cached_prefix(pair: Pair, gateway: Gatew
         time."""
         stored = {block for event in gateway.events("kv_stored") for block in event["blocks"]}
         requests = [event["request"] for event in gateway.events("arrived")]
-        return any(set(each["blocks"]) <= stored for each in requests if each["input_tokens"] == first)
+        return any(set(request["blocks"]) <= stored for request in requests if request["input_tokens"] == first)
 
     computed = prompt_tokens(gateway)
     assert send() == 0

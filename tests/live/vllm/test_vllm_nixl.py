@@ -40,7 +40,7 @@ class TestNixl(ConnectorCases):
         assert gateway.metric("kvroute_learned_bandwidth_ratio") > 0
         with urllib.request.urlopen(f"{gateway.admin}/state", timeout=10.0) as answer:
             paths = json.load(answer)["tick"]["paths"]
-        (path,) = [each for each in paths if each["target"] == event["target"]]
+        (path,) = [measured_path for measured_path in paths if measured_path["target"] == event["target"]]
         assert (path["source"], path["measured_by"]) == ("prefill0", "nixl")
         assert path["ratio"] == pytest.approx(path["bytes_per_s"] / path["map_bytes_per_s"], rel=1e-4)
         last = gateway.events("arrived")[-1]["request"]["id"]

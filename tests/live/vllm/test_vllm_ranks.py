@@ -244,13 +244,13 @@ def test_kv_comes_from_the_rank_that_has_it(servers: Servers) -> None:
         with urllib.request.urlopen(request, timeout=120.0) as reply:
             params.append(json.loads(reply.read())["kv_transfer_params"])
     port = servers.decode.ports[3]
-    assert [each["remote_port"] for each in params] == [port, port + 1]
-    assert [each["remote_instance"] for each in params] == ["decode0_dp0", "decode0_dp1"]
-    assert [each["remote_engine_id"].rpartition("_")[2] for each in params] == ["dp0", "dp1"]
+    assert [param["remote_port"] for param in params] == [port, port + 1]
+    assert [param["remote_instance"] for param in params] == ["decode0_dp0", "decode0_dp1"]
+    assert [param["remote_engine_id"].rpartition("_")[2] for param in params] == ["dp0", "dp1"]
 
 
 def decode_targets(gateway: Gateway) -> list[str]:
     """Return the decode instance of each decision."""
     lines = [json.loads(line) for line in gateway.log.read_text(encoding="utf-8").split("\n")[1:-1]]
     decisions = [decision for line in lines for decision in line.get("decisions", ())]
-    return [each["target"] for each in decisions if each["type"] == "decode"]
+    return [decision["target"] for decision in decisions if decision["type"] == "decode"]

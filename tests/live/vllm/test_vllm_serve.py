@@ -257,7 +257,7 @@ def broken_stream(pair: Pair, gateway: Gateway, seed: int) -> None:
         while arrived < 5:
             next(stream)
             arrived += 1
-        (victim,) = (each for each in (pair.decode, pair.other) if requests_on(gateway, each) == 1)
+        (victim,) = (engine for engine in (pair.decode, pair.other) if requests_on(gateway, engine) == 1)
         victim.kill()
         with stream, pytest.raises(openai.APIError) as caught:
             list(stream)

@@ -170,7 +170,7 @@ def in_store(gateway: Gateway, earlier: int, blocks: int) -> bool:
     events = [event["blocks"] for event in gateway.events("kv_stored") if event.get("tier") == "store"]
     for arrived in gateway.events("arrived")[earlier:]:
         chain = arrived["request"]["blocks"]
-        return any(len(each) >= blocks and each[: len(chain)] == chain for each in events)
+        return any(len(event) >= blocks and event[: len(chain)] == chain for event in events)
     return False  # the log is flushed from time to time
 
 

@@ -90,13 +90,13 @@ class Probe:
         with ThreadPoolExecutor(8) as threads:
             for _ in range(7):
                 batch = [threads.submit(posted, pair.decode, 64, 48) for _ in range(8)]
-                batches.append(max(each.result() for each in batch))
+                batches.append(max(task.result() for task in batch))
         return cls(float(np.sum(prompts_s)) / len(prompts_s), float(np.mean(batches)))
 
 
 def mean_probe(probes: Sequence[Probe]) -> Probe:
     """Return the means."""
-    return Probe(*(float(np.mean([getattr(each, name) for each in probes])) for name in ("prefill_s", "decode_s")))
+    return Probe(*(float(np.mean([getattr(probe, name) for probe in probes])) for name in ("prefill_s", "decode_s")))
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,8 @@ def busy(server: Server, streams: int, prompt_tokens: int, output_tokens: int) -
             yield
         finally:
             over.set()
-    for each in asking:
-        each.result()
+    for task in asking:
+        task.result()
 
 
 def measured_timing(pair: TimedPair, *options: str, both_busy: bool) -> tuple[Timing, str]:
