@@ -84,8 +84,8 @@ class Forks:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self.selector.close()
-            for each in (self.listener, self.ended, self.ends, client, *self.clients.values()):
-                each.close()
+            for opened in (self.listener, self.ended, self.ends, client, *self.clients.values()):
+                opened.close()
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
                 os.close(stream)

@@ -57,5 +57,5 @@ if __name__ == "__main__":
     with ProcessPoolExecutor(2) as processes:
         begun = [processes.submit(read_storage, "ds-660b"), processes.submit(decide)]
         begun.append(processes.submit(read_storage, "qwen-32b"))
-        for each in begun:
-            each.result()
+        for task in begun:
+            task.result()

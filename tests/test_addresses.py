@@ -91,7 +91,7 @@ def test_emulated_engines_on_ipv6_are_reached_with_their_events_and_caches() -> 
         settings = EmulatedClusterSpec(host="::1")
         async with EmulatedCluster(topology.parse(text), settings) as fleet:
             endpoints = fleet.ready().instances
-            assert all("[::1]:" in each.url and "[::1]:" in each.kv_events for each in endpoints.values())
+            assert all("[::1]:" in endpoint.url and "[::1]:" in endpoint.kv_events for endpoint in endpoints.values())
             gateway = Gateway(Deployment.of(text, "test.yaml", endpoints=endpoints))
             try:
                 await gateway.start()
@@ -133,7 +133,9 @@ def test_printed_addresses_are_urls(command: tuple[str, ...], tmp_path: Path) ->
                 assert process.poll() is None
                 time.sleep(0.01)
             written = json.loads(ready.read_text())
-            urls = [written["url"]] if name == "serve" else [each["url"] for each in written["instances"].values()]
+            urls = (
+                [written["url"]] if name == "serve" else [instance["url"] for instance in written["instances"].values()]
+            )
             for url in urls:
                 assert url.startswith("http://[::1]:")
                 with urllib.request.urlopen(f"{url}/health") as response:

@@ -116,8 +116,8 @@ def test_the_units_of_scheduler_and_agents_start_what_their_page_installs(name: 
     assert f"deploy/systemd/{path.name}" in page
     variables = re.findall(r"\$\{(\w+)\}", service["ExecStart"])
     assert variables
-    wanted = [*(f"{each}=" for each in variables), service["EnvironmentFile"], command[-1]]
-    assert [each for each in wanted if each not in page] == []
+    wanted = [*(f"{variable}=" for variable in variables), service["EnvironmentFile"], command[-1]]
+    assert [line for line in wanted if line not in page] == []
     own = {"execstart", "execreload", "killmode", "timeoutstopsec", "limitnofile", "umask", "dynamicuser"}
     places = {"environmentfile", "environment", "cachedirectory", "logsdirectory", "logsdirectorymode"}
     shared = [key for key in gateway if key.lower() not in own | places]

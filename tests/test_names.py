@@ -39,6 +39,12 @@ def sources() -> tuple[Path, ...]:
     return tuple(sorted(file for file in found if not file.name.endswith("_pb2.py")))
 
 
+@cache
+def checks() -> tuple[Path, ...]:
+    """Return the modules of tests and measurements."""
+    return tuple(sorted(file for part in ("tests", "*/tests", "bench") for file in ROOT.glob(f"{part}/**/*.py")))
+
+
 def test_public_class_names_are_unique() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for file in sources():
@@ -98,7 +104,7 @@ def loop_variables(file: Path) -> Iterator[ast.Name | ast.arg]:
 def test_loop_variables_are_named_for_what_they_hold() -> None:
     found = [
         f"{file.relative_to(ROOT)}:{variable.lineno}: {name}"
-        for file in sources()
+        for file in (*sources(), *checks())
         for variable in loop_variables(file)
         if (name := variable.id if isinstance(variable, ast.Name) else variable.arg) in ("each", "one")
     ]

@@ -175,7 +175,7 @@ def test_every_imported_package_is_declared(folder: str, own: str, least: int) -
     imported = _imported(ROOT / folder, own)
     assert len(imported) >= least
     for name, path in imported.items():
-        names = {each.lower().replace("_", "-") for each in distributions.get(name, [name])}
+        names = {distribution.lower().replace("_", "-") for distribution in distributions.get(name, [name])}
         assert names & (declared | _BESIDE_AN_ENGINE), f"{path.relative_to(ROOT)} imports {name}"
 
 

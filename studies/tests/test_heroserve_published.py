@@ -186,9 +186,9 @@ def test_algorithm_2_stops_at_the_first_failed_swap() -> None:
     draw = np.random.default_rng(1)
     order = draw.permutation(400).tolist()
     groups: list[Shards] = [
-        tuple((each // 8, each % 8) for each in order[start : start + 8]) for start in range(0, 400, 8)
+        tuple((gpu // 8, gpu % 8) for gpu in order[start : start + 8]) for start in range(0, 400, 8)
     ]
-    _, tried = perturbed(groups, lambda one: float(len({node for node, _ in one})))
+    _, tried = perturbed(groups, lambda group: float(len({node for node, _ in group})))
     assert tried < 2.5 * len(groups)
 
 

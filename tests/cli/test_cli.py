@@ -123,7 +123,7 @@ def test_experiment_without_arguments_lists_all_experiments(kvroute: Kvroute, mo
     """Every experiment is listed, as a table and as JSON; a narrow terminal cuts no name."""
     listed = document(kvroute("experiment", "--json"))["experiments"]
     names = [name for family in families().values() for name in family.experiments]
-    assert [one["name"] for one in listed] == names
+    assert [experiment["name"] for experiment in listed] == names
     monkeypatch.setenv("COLUMNS", "80")
     table = kvroute("experiment").out
     assert all(name in table for name in names)

@@ -51,10 +51,10 @@ def start() -> Iterator[Callable[..., Process]]:
         return started[-1]
 
     yield begin
-    for each in started:
-        if each.process.poll() is None:
-            each.process.kill()
-        each.process.communicate(timeout=PATIENCE_S)
+    for task in started:
+        if task.process.poll() is None:
+            task.process.kill()
+        task.process.communicate(timeout=PATIENCE_S)
 
 
 def becomes(condition: Callable[[], bool]) -> bool:
@@ -179,7 +179,7 @@ def test_wrong_settings_of_the_scheduler_are_one_sentence(
         (tmp_path / name).write_text(content)
     places = {name: str(tmp_path / name) for name in (*names, "ABSENT")}
     cluster = str(write_cluster(tmp_path))
-    ended = kvroute("scheduler", cluster, *[places.get(each, each) for each in arguments])
+    ended = kvroute("scheduler", cluster, *[places.get(argument, argument) for argument in arguments])
     assert ended.code == 2
     for name, place in places.items():
         sentence = sentence.replace(name, place)

@@ -44,7 +44,7 @@ def test_it_is_ready_answers_and_ends(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_input_is_one_sentence(kvroute: Kvroute, tmp_path: Path, arguments: list[str], sentence: str) -> None:
-    ended = kvroute("buffer", *[str(tmp_path / "s") if each == "STORE" else each for each in arguments])
+    ended = kvroute("buffer", *[str(tmp_path / "s") if argument == "STORE" else argument for argument in arguments])
     assert ended.code == 2
     assert ended.err.startswith(f"kvroute: {sentence}")
     assert len(ended.err.splitlines()) == 1

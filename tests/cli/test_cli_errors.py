@@ -199,10 +199,10 @@ def test_values_out_of_range_are_usage_errors(kvroute: Kvroute, options: str) ->
 def test_options_accept_units(kvroute: Kvroute, plain: str, with_unit: str) -> None:
     """Numbers without a unit are seconds, requests per second and tokens."""
     start = ("simulate", CLUSTER, "--requests", "40", "--seeds", "1", "--policy", "cla", "--json")
-    runs = [document(kvroute(*start, *each.split())) for each in (plain, with_unit)]
-    for each in runs:
+    runs = [document(kvroute(*start, *options.split())) for options in (plain, with_unit)]
+    for run in runs:
         for measured in ("decision_s", "wall_s", "cpu_s"):
-            del each["runs"][0][measured]
+            del run["runs"][0][measured]
     assert runs[0] == runs[1]
 
 

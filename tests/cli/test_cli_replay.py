@@ -100,7 +100,7 @@ def test_explain_shows_the_terms_in_the_log(kvroute: Kvroute, log: Path) -> None
     assert np.ptp(terms.cost) > 0
     shown = document(kvroute("explain", str(log), str(decision.request_id), "--json"))
     assert (shown["request"], shown["policy"]) == (decision.request_id, "netkv")
-    assert [one["kind"] for one in shown["decisions"]] == ["prefill", "decode"]
+    assert [made["kind"] for made in shown["decisions"]] == ["prefill", "decode"]
     last = shown["decisions"][-1]
     assert (last["chosen"], last["unit"]) == (decision.target, "s")
     assert [row["name"] for row in last["candidates"]] == list(terms.names)

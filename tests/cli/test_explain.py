@@ -55,7 +55,7 @@ def explain(*arguments: str) -> Result:
 def learned_of(ended: Result) -> list[Any]:
     """Return the learned values of each decision."""
     assert ended.exit_code == 0, ended.stderr
-    return [one["learned"] for one in json.loads(ended.stdout)["decisions"]]
+    return [decision["learned"] for decision in json.loads(ended.stdout)["decisions"]]
 
 
 def recorded(path: Path, decode: str) -> None:

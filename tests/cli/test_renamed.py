@@ -41,7 +41,7 @@ def test_an_old_key_of_a_cluster_file_counts_and_gives_one_warning(section: str,
     assert settings_of(text, "cluster.yaml").control_spec().parameters["aggregated"] == 1.0
     [warning] = [remark for remark in cluster.remarks if "is now called" in remark]
     line = 1 + next(
-        n for n, each in enumerate(text.split("\n")) if each.lstrip(" {").startswith(("alone", "gateway: {"))
+        n for n, text_line in enumerate(text.split("\n")) if text_line.lstrip(" {").startswith(("alone", "gateway: {"))
     )
     assert warning.startswith(f"cluster.yaml:{line}: {field}: is now called `aggregated`")
 

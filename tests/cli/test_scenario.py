@@ -50,7 +50,7 @@ def test_every_setting_of_the_file_is_simulated(changes: list[tuple[int, float]]
         settings = read_scenario(of(Path(folder), text)).settings(SimSpec())
     assert settings.transfer == transfer
     assert [(change.at_s, change.share) for change in settings.changes] == [
-        (at_s, round(each, 9)) for at_s, each in changes
+        (at_s, round(change, 9)) for at_s, change in changes
     ]
 
 

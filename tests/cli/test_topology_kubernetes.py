@@ -35,7 +35,9 @@ def test_a_file_from_a_cluster(tmp_path: Path) -> None:
         assert (code, err) == (0, "")
         assert "OK: my-cluster: 2 datacenters, 0 pods, 3 racks, 3 nodes" in out
         cluster, _ = deployment_of((rig.folder / "cluster.yaml").read_text(), "cluster.yaml")
-        assert [(each.name, each.role, each.node, each.datacenter) for each in cluster.instances] == [
+        assert [
+            (instance.name, instance.role, instance.node, instance.datacenter) for instance in cluster.instances
+        ] == [
             ("llm.d", "decode", "w1", "a"),
             ("llm.e", "decode", "w2", "b"),
             ("llm.p", "prefill", "w0", "a"),

@@ -52,7 +52,7 @@ instances: [{{name: i0, role: both, gpus: "s0-0:0"}}]
 
 
 def everyone(cluster: Cluster) -> Shards:
-    return tuple((node, gpu) for node, each in enumerate(cluster.places.nodes) for gpu in range(each.gpus))
+    return tuple((node, gpu) for node, server in enumerate(cluster.places.nodes) for gpu in range(server.gpus))
 
 
 shapes = st.tuples(st.integers(2, 5), st.integers(1, 5))
@@ -95,8 +95,8 @@ def test_the_bytes_of_every_link_equal_the_closed_form(scheme: Scheme, shape: tu
     found = by_kind(cluster, link_bytes(collective))
     expected = closed_form(scheme, *shape, nbytes)
     assert {kind: len(values) for kind, values in found.items()} == {kind: n for kind, (n, _) in expected.items()}
-    for kind, (_, each) in expected.items():
-        assert found[kind] == pytest.approx([each] * len(found[kind]))
+    for kind, (_, wanted) in expected.items():
+        assert found[kind] == pytest.approx([wanted] * len(found[kind]))
 
 
 @st.composite

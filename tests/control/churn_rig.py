@@ -40,7 +40,7 @@ def engine(name: str, role: Role = "decode", node: int = 0, uid: str = "1") -> D
 
 def joining(control: Control, engines: Iterable[Discovered], cluster: Cluster | None = None) -> tuple[Joined, ...]:
     """Return the engines with their GPUs, as they can join the cluster of a core now."""
-    found = sorted(engines, key=lambda each: each.name)
+    found = sorted(engines, key=lambda engine: engine.name)
     joined, refused = admitted(cluster or base(), control.members, found)
     assert not refused, refused
     return joined
@@ -49,5 +49,5 @@ def joining(control: Control, engines: Iterable[Discovered], cluster: Cluster | 
 def join(control: Control, at: float, *engines: Discovered) -> None:
     """Let engines join and bring them up."""
     control.handle(ClusterChanged(at, joining(control, engines)))
-    for each in engines:
-        control.handle(InstanceUp(at, each.name))
+    for engine in engines:
+        control.handle(InstanceUp(at, engine.name))

@@ -69,9 +69,9 @@ def serve(control: Control) -> None:
         decisions = control.handle(
             Arrived(float(number), request(number, 1_000, 64, blocks=(1, 2, 3), session=number % 2))
         )
-        if any(isinstance(each, Prefill) for each in decisions):
+        if any(isinstance(decision, Prefill) for decision in decisions):
             decisions = (*decisions, *control.handle(PrefillFinished(number + 0.1, number)))
-        if any(isinstance(each, Decode) for each in decisions):
+        if any(isinstance(decision, Decode) for decision in decisions):
             with suppress(InputError):  # served alone, or on the same instance
                 control.handle(TransferFinished(number + 0.2, number))
             control.handle(Admitted(number + 0.3, number))
@@ -83,8 +83,10 @@ def serve(control: Control) -> None:
 def signatures() -> Counter[str]:
     """Return the number of types of arguments for which each kernel is ready."""
     modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("kvroute.")]
-    kernels = {id(each): each for module in modules for each in vars(module).values() if isinstance(each, Dispatcher)}
-    return Counter({each.py_func.__qualname__: len(each.signatures) for each in kernels.values()})
+    kernels = {
+        id(kernel): kernel for module in modules for kernel in vars(module).values() if isinstance(kernel, Dispatcher)
+    }
+    return Counter({kernel.py_func.__qualname__: len(kernel.signatures) for kernel in kernels.values()})
 
 
 def compiled_at_first_use(policy: str) -> dict[str, list[str]]:

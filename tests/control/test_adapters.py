@@ -101,7 +101,10 @@ def test_an_instance_that_does_both_is_chosen_with_its_adapter() -> None:
     control = core(SPEC, "vb0a", "vb1a")
     control.handle(AdaptersMeasured(0.0, "vb1a", ("sql",), 4))
     decisions = control.handle(Arrived(0.0, request(1, adapter="sql")))
-    assert [getattr(each, "instance", getattr(each, "target", None)) for each in decisions] == ["vb1a", "vb1a"]
+    assert [getattr(decision, "instance", getattr(decision, "target", None)) for decision in decisions] == [
+        "vb1a",
+        "vb1a",
+    ]
 
 
 def test_a_request_of_one_leg_goes_where_the_adapter_is_loaded() -> None:

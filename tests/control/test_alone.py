@@ -106,7 +106,7 @@ def test_the_delay_of_running_requests_can_make_the_pair_cheaper() -> None:
         )
         for number in range(4)
     ]
-    assert [aggregated(each) for each in running_on_other] == ["d1"] * 4
+    assert [aggregated(taken) for taken in running_on_other] == ["d1"] * 4
     for number in range(4):
         control.handle(Admitted(0.0, number))
     (prefill,) = arrive(control, 1.0, 10)
@@ -481,7 +481,7 @@ def test_busy_prefill_instances_are_kept_free_of_decodes() -> None:
         for number in range(20):
             arrive(control, gap_s * number, number)
             control.handle(Finished(gap_s * number + 0.1, number))
-        return [type(each) for each in arrive(control, gap_s * 20, 20)]
+        return [type(decision) for decision in arrive(control, gap_s * 20, 20)]
 
     assert last(0.11) == [Prefill]
     assert last(10.0) == [Prefill, Decode]
@@ -548,7 +548,7 @@ def test_histories_replay_bit_for_bit_and_release_everything(seed: int, roles: i
         at = 0.02 * number
         tokens = int(rng.integers(1, 3_000))
         handle(Arrived(at, Request(id=number, input_tokens=tokens, max_output_tokens=10)))
-        for other in [each for each in steps if rng.random() < 0.3]:
+        for other in [step for step in steps if rng.random() < 0.3]:
             match steps[other], rng.random() < 0.2:
                 case "prefill", False:
                     handle(PrefillFinished(at, other))

@@ -82,7 +82,7 @@ def test_waits_for_prefill_that_do_not_occur_are_not_expected() -> None:
     """Every prompt ends at the time of its prefill, however many there are: an engine that computes them at once."""
     control = core()
     for burst in range(30):
-        at, numbers = 10.0 * burst, [1 + 4 * burst + each for each in range(4)]
+        at, numbers = 10.0 * burst, [1 + 4 * burst + index for index in range(4)]
         for number in numbers:
             pair(control, at, number)
         if burst == 0:

@@ -120,7 +120,7 @@ def parts_of(
 
 def missed_by(spec: ForesightSpec, members: list[Instance], load: LoadPrices, index: int, kept: bool) -> int:
     """The number of targets missed, by docs/policies.md."""
-    member, others = members[index], reduce(add, (each.delayed / len(members) for each in members), 0.0)
+    member, others = members[index], reduce(add, (delayed.delayed / len(members) for delayed in members), 0.0)
     steps_s = 0.0 if kept or not member.batch else member.chunks * (0.01 + 0.0005 * member.batch)
     ttft_s = max(float(load.wait_s[index]), member.prompts_s) + member.prefill_s + steps_s
     tpot_s = float(load.response_s[index]) / OUTPUT_TOKENS / (1 - member.share)

@@ -62,4 +62,4 @@ def held_of(caches: PrefixCaches, chain: tuple[int, ...], instances: int) -> lis
     """Return the number of blocks of a chain that each instance holds."""
     request = Request(id=1, input_tokens=len(chain) * BLOCK, blocks=chain, block_tokens=BLOCK)
     tokens: list[int] = caches.hit_tokens(request, np.arange(instances), request.input_tokens).tolist()
-    return [each // BLOCK for each in tokens]
+    return [token // BLOCK for token in tokens]

@@ -23,7 +23,7 @@ def test_every_request_is_in_one_decile(found: list[tuple[float, float]]) -> Non
     assert sum(sizes) == len(found)
     assert max(sizes) - min(sizes) <= 1
     assert sum(row.requests * row.actual_s for row in rows) == pytest.approx(actual_s.sum())
-    assert all(one.predicted_s <= other.predicted_s + 1e-9 for one, other in pairwise(rows))
+    assert all(first.predicted_s <= other.predicted_s + 1e-9 for first, other in pairwise(rows))
 
 
 @given(st.lists(pairs, min_size=1, max_size=4))

@@ -93,7 +93,7 @@ class Churn(RuleBasedStateMachine):
         if prepared:
             self.control.expect(self.control.prepare(joined, ()))
         self.handle(ClusterChanged(self.now, joined))
-        self.stored |= {each.name: [] for each in found}
+        self.stored |= {instance.name: [] for instance in found}
 
     @precondition(lambda self: self.control.members)
     @rule(data=st.data(), replaced=st.booleans())
@@ -239,7 +239,7 @@ class Churn(RuleBasedStateMachine):
             self.now += self.apart_s
             asked = Arrived(self.now, request(10**6, 640, 16, blocks=chain))
             ours, theirs = (self.first(control, asked) for control in (self.control, new))
-            assert [type(each) for each in ours] == [type(each) for each in theirs]
+            assert [type(decision) for decision in ours] == [type(decision) for decision in theirs]
             for mine, other in zip(ours, theirs, strict=True):
                 assert_same_terms(mine, other)
 
@@ -257,7 +257,7 @@ class Churn(RuleBasedStateMachine):
 
 def joining_without(control: Control, name: str, found: Any) -> Any:
     """Return how an engine joins that replaces the one of this name."""
-    (member,) = (each for each in control.members.values() if each.engine.name == name)
+    (member,) = (joined for joined in control.members.values() if joined.engine.name == name)
     return (type(member)(found, member.gpus),)
 
 

@@ -216,7 +216,7 @@ class Histories(RuleBasedStateMachine):
     def free_bytes(self, target: str) -> float:
         """Return the free memory of a decode instance, by the model."""
         held = [state.request for state in self.states.values() if state.target == target]
-        tokens = sum(one.input_tokens + one.max_output_tokens for one in held)
+        tokens = sum(request.input_tokens + request.max_output_tokens for request in held)
         return CAPACITY_BYTES[target] - tokens * TOKEN_BYTES
 
 

@@ -33,9 +33,9 @@ def test_keys_that_wait_share_the_work_by_their_weights(
         assert request.number == left[request.key].pop(0), "requests of one key stay in order"
         served[request.key] += request.work_s / request.weight
         waiting = [key for key in KEYS if left[key]]
-        for one in waiting:
+        for task in waiting:
             for other in waiting:
-                assert served[one] - served[other] <= most[one] + most[other] + 1e-6
+                assert served[task] - served[other] <= most[task] + most[other] + 1e-6
     assert not any(left.values())
 
 
@@ -92,11 +92,11 @@ def test_a_request_gives_up_when_its_deadline_cannot_be_met() -> None:
     queue.defer(_queued(2, deadline=4.0), least_s=1.0)
     queue.defer(_queued(3, deadline=9.0, band=1), least_s=1.0)
     assert queue.next_end == 3.0
-    assert [each.waiting.number for each in queue.expire(2.9)] == []
-    assert [each.waiting.number for each in queue.expire(3.0)] == [2]
-    assert [each.waiting.number for each in queue.expire(5.0)] == [1]
+    assert [request.waiting.number for request in queue.expire(2.9)] == []
+    assert [request.waiting.number for request in queue.expire(3.0)] == [2]
+    assert [request.waiting.number for request in queue.expire(5.0)] == [1]
     assert (len(queue), queue.deferred, queue.pop()) == (1, 1, None)
-    assert [each.waiting.number for each in queue.take_deferred()] == [3]
+    assert [request.waiting.number for request in queue.take_deferred()] == [3]
     assert (len(queue), queue.next_end) == (0, math.inf)
 
 
@@ -115,14 +115,14 @@ def test_no_request_is_lost_or_returned_twice(steps: list[tuple[str, int]]) -> N
             request = queue.pop()
             inside -= {request.waiting.number} if request is not None else set()
         elif step == "retry":
-            for each in queue.take_deferred():
-                inside.remove(each.waiting.number)
+            for received_request in queue.take_deferred():
+                inside.remove(received_request.waiting.number)
         elif step == "remove":
             assert queue.remove(amount) == (amount in inside)
             inside.discard(amount)
         else:
             now += amount / 4
-            for each in queue.expire(now):
-                inside.remove(each.waiting.number)
+            for received_request in queue.expire(now):
+                inside.remove(received_request.waiting.number)
         assert len(queue) == len(inside)
         assert queue.deferred + len(queue.fair) == len(inside)

@@ -84,7 +84,11 @@ def test_rebalancing_levels_load_within_its_budget(
         near = tuple(peer for peer in PLACES if peer.datacenter == copy.source.datacenter)
         scopes = [near, PLACES] if len(joined) == 2 else [near]
         assert any(is_hottest_to_least(prefixes, copy, running, factor, scope) for scope in scopes)
-        before = [one for one in copies[: copies.index(copy)] if (one.source, one.blocks) == (copy.source, copy.blocks)]
+        before = [
+            earlier
+            for earlier in copies[: copies.index(copy)]
+            if (earlier.source, earlier.blocks) == (copy.source, copy.blocks)
+        ]
         times_read = sum(times for place, chain, times in reads if (place, chain) == (copy.source, copy.blocks))
         assert times_read >= reads_min
         moved = times_read * copy.tokens / 2 ** (len(before) + 1)

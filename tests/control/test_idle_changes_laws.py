@@ -97,9 +97,9 @@ class Twins:
     def both(self, event: Event) -> tuple[Decision, ...]:
         """Give an event to both cores and compare their decisions."""
         changed, plain = (core.handle(event) for core in self.cores)
-        assert [type(each) for each in changed] == [type(each) for each in plain]
-        for one, other in zip(changed, plain, strict=True):
-            assert_equal(one, other)
+        assert [type(decision) for decision in changed] == [type(decision) for decision in plain]
+        for first, other in zip(changed, plain, strict=True):
+            assert_equal(first, other)
         return plain
 
     def change(self, idle: list[tuple[str, Role, int]]) -> None:

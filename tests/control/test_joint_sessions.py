@@ -95,6 +95,6 @@ def test_a_pair_with_the_bonus_can_be_cheaper_than_an_instance_alone(session: in
 def test_a_prefill_instance_that_goes_on_has_served_both_legs() -> None:
     control = core(aggregated=2)
     decisions = arrive(control, 0, 1_000, "p1", session=MINE)
-    assert [type(each) for each in decisions] == [Prefill, Decode]
+    assert [type(decision) for decision in decisions] == [Prefill, Decode]
     (served,) = control.sessions(0.0)
     assert served.sessions == ((MINE, "p1", "p1"),)

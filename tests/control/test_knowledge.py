@@ -67,8 +67,8 @@ def test_foresight_continues_from_the_learned_state_of_another_core(
 def test_only_observed_output_lengths_are_carried_over(tokens: list[int]) -> None:
     """For the other lengths, both cores use the same prior."""
     old, new = Answers(ForesightSpec()), Answers(ForesightSpec())
-    for each in tokens:
-        old.finished(each)
+    for answer_tokens in tokens:
+        old.finished(answer_tokens)
     for length in old.last:
         new.finished(length)
     assert (new.mean_tokens, new.last) == (old.mean_tokens, old.last)

@@ -177,7 +177,7 @@ class Histories(RuleBasedStateMachine):
         self.clear(state)
         self.follow(state, decisions)
         after_s = before_s - booked_s
-        if not any(one.prefill == failed for one in self.states.values() if one is not state):
+        if not any(other.prefill == failed for other in self.states.values() if other is not state):
             after_s = 0.0
         if state.prefill == failed:
             after_s = max(after_s, 0.0) + state.booked_s
@@ -202,7 +202,7 @@ class Histories(RuleBasedStateMachine):
         """Another instance serves the decode, whatever the state of that instance: what was booked moves there."""
         state = self.pick(data, placed)
         protocol = PLACE[state.target].protocol
-        partners = [name for name, each in PLACE.items() if each.role != "prefill" and each.protocol == protocol]
+        partners = [name for name, place in PLACE.items() if place.role != "prefill" and place.protocol == protocol]
         served = data.draw(st.sampled_from(partners))
         decisions = self.notify(Served(0, state.request.id, served))
         if served == state.target:
@@ -495,7 +495,7 @@ class Histories(RuleBasedStateMachine):
     def own_bytes(self, name: str) -> float:
         """Return the KV memory that this router's requests hold on an instance, in bytes."""
         held = [state.request for state in self.states.values() if state.target == name]
-        return sum(one.input_tokens + one.max_output_tokens for one in held) * TOKEN_BYTES
+        return sum(request.input_tokens + request.max_output_tokens for request in held) * TOKEN_BYTES
 
 
 def every_request(state: RequestState) -> bool:

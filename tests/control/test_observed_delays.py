@@ -22,7 +22,7 @@ def test_the_factor_approaches_the_observed_one() -> None:
     assert observed.factor(0.0) == 1.0
     for _ in range(10):
         observed.learn(3.0, 1.0)
-    kept, recent = 0.97**10 * 2.0, sum(0.97**each for each in range(10))
+    kept, recent = 0.97**10 * 2.0, sum(0.97**number for number in range(10))
     assert observed.factor(0.0) == pytest.approx((kept + 3.0 * recent) / (kept + recent))
 
 

@@ -252,7 +252,7 @@ def test_instances_with_valuable_caches_keep_their_role(cached: str, verdict: st
     assert review is not None
     assert review.busy == ("decode",)
     assert review.verdict == verdict
-    assert [type(each) for each in role_switches] == ([SwitchRole] if verdict == "switch_role" else [])
+    assert [type(role_switch) for role_switch in role_switches] == ([SwitchRole] if verdict == "switch_role" else [])
 
 
 def test_an_instance_of_the_prefill_site_never_switches_its_role() -> None:
@@ -393,7 +393,7 @@ class Anything(RuleBasedStateMachine):
         again = self.spec.build(self.sites)
         for event, decisions in zip(self.events, self.made, strict=True):
             repeated = again.handle(event)
-            assert [str(each) for each in repeated] == [str(each) for each in decisions]
+            assert [str(decision) for decision in repeated] == [str(decision) for decision in decisions]
 
 
 TestAnything = Anything.TestCase

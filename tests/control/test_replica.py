@@ -327,7 +327,9 @@ def test_a_session_is_known_to_all_gateways_and_to_a_joiner() -> None:
     gateways.settle(1.0)
     third = gateways.join("c")
     gateways.settle()
-    known = [[each for event in member.control.sessions(1.0) for each in event.sessions] for member in gateways.living]
+    known = [
+        [session for event in member.control.sessions(1.0) for session in event.sessions] for member in gateways.living
+    ]
     assert known[0] == known[1] == known[2] == [(77, flight.source, flight.target)]
     assert third.replica.state == "in_sync"
     assert second.control.in_progress(number) is False
@@ -351,7 +353,7 @@ def test_a_log_has_no_session_of_another_gateway() -> None:
     logged = hashing.event(PeerReported(1.0, PeerReport("other", 1, 1.0, (booking, BOOKING), events=(told,))))
     assert isinstance(logged, PeerReported)
     keyed = hashing.blocks((77, 78))
-    assert [each.session for each in logged.report.bookings] == [keyed[0], 0]
+    assert [booked.session for booked in logged.report.bookings] == [keyed[0], 0]
     assert logged.report.events == (SessionsServed(1.0, ((keyed[0], "vp0", "vd1"), (keyed[1], "", "vd1"))),)
     assert hashing.event(told) == logged.report.events[0]
     assert not {77, 78} & set(keyed)

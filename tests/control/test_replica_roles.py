@@ -19,7 +19,7 @@ from kvroute.types import (
 )
 
 SITES = cluster()
-LOCAL = [each.name for each in SITES.instances if each.role == "prefill" and each.datacenter != AWAY]
+LOCAL = [instance.name for instance in SITES.instances if instance.role == "prefill" and instance.datacenter != AWAY]
 MOVED = LOCAL[0]
 
 
@@ -72,7 +72,7 @@ def test_an_instance_serves_again_if_the_gateway_that_drains_it_is_lost() -> Non
 def test_an_instance_that_may_not_switch_is_not_drained() -> None:
     """A report of a gateway with another file changes no role."""
     control = switchable()
-    remote = next(each.name for each in SITES.instances if each.datacenter == AWAY)
+    remote = next(instance.name for instance in SITES.instances if instance.datacenter == AWAY)
     report(control, 1, RoleDraining(1.0, remote), RoleSwitched(1.0, remote, "decode"))
     assert control.roles == {}
 
@@ -82,8 +82,8 @@ def test_transfers_of_other_gateways_load_the_link_between_datacenters() -> None
     control = switchable()
     assert control.offloading is not None
     (egress,) = control.offloading.egress.values()
-    source = next(each.name for each in SITES.instances if site(SITES, each.name) == AWAY)
-    target = next(each.name for each in SITES.instances if each.role == "decode")
+    source = next(instance.name for instance in SITES.instances if site(SITES, instance.name) == AWAY)
+    target = next(instance.name for instance in SITES.instances if instance.role == "decode")
     booking = PeerBooking(5, target=target, need_bytes=1e9, source=source, kv_bytes=7e8)
     report(control, 1, bookings=(booking,))
     assert egress.backlog_bytes == 7e8

@@ -94,7 +94,7 @@ class Driver:
 
 def desired(decisions: list[Decision]) -> list[tuple[int, int]]:
     """Return the desired numbers of prefill and decode instances."""
-    return [(each.prefill, each.decode) for each in decisions if isinstance(each, Replicas)]
+    return [(decision.prefill, decision.decode) for decision in decisions if isinstance(decision, Replicas)]
 
 
 def test_a_constant_rate_ends_at_one_number_and_stays_there() -> None:
@@ -118,15 +118,15 @@ def test_a_rising_rate_adds_instances_at_once_and_a_falling_one_takes_them_away_
 def test_idle_instances_stop_and_start_again_under_load() -> None:
     driver = Driver(spec().build(cluster_of(*NAMES)))
     found = driver.play(2.0, 200.0)
-    stopping = [each for each in found if isinstance(each, ScaleIn)]
-    assert {each.instance[1] for each in stopping} == {"p", "d"}
-    assert len({each.instance for each in stopping}) == len(stopping)
-    for each in stopping:
-        driver.send(InstanceDown(driver.now, each.instance))
-        driver.send(ScaleEnded(driver.now, each.instance, serves=False))
-    starting = [each for each in driver.play(12.0, 100.0) if isinstance(each, ScaleOut)]
-    named = {each.instance for each in starting if each.instance}
-    assert named <= {each.instance for each in stopping}
+    stopping = [decision for decision in found if isinstance(decision, ScaleIn)]
+    assert {decision.instance[1] for decision in stopping} == {"p", "d"}
+    assert len({decision.instance for decision in stopping}) == len(stopping)
+    for decision in stopping:
+        driver.send(InstanceDown(driver.now, decision.instance))
+        driver.send(ScaleEnded(driver.now, decision.instance, serves=False))
+    starting = [decision for decision in driver.play(12.0, 100.0) if isinstance(decision, ScaleOut)]
+    named = {decision.instance for decision in starting if decision.instance}
+    assert named <= {decision.instance for decision in stopping}
     assert named
     for name in sorted(named):
         driver.send(ScaleEnded(driver.now, name, serves=True))
@@ -137,23 +137,23 @@ def test_idle_instances_stop_and_start_again_under_load() -> None:
 def test_more_instances_than_exist_are_ordered_without_a_name_once_for_each_number() -> None:
     driver = Driver(spec(startup_s=600.0).build(cluster_of("vp0a", "vd1a")))
     found = driver.play(20.0, 120.0)
-    orders = [each for each in found if isinstance(each, ScaleOut)]
+    orders = [decision for decision in found if isinstance(decision, ScaleOut)]
     assert orders
-    assert all(each.instance == "" for each in orders)
-    assert len({(each.role, each.replicas) for each in orders}) == len(orders)
+    assert all(decision.instance == "" for decision in orders)
+    assert len({(decision.role, decision.replicas) for decision in orders}) == len(orders)
 
 
 def test_the_role_that_lacks_instances_gets_one_of_the_other() -> None:
     names = ("vp0a", "vd1a", "vd1b", "vd1c")
     cluster = cluster_of(*names, **dict.fromkeys(names, "batch_max: 64"))
     driver = Driver(spec("roles").build(cluster))
-    (switch,) = [each for each in driver.play(14.0, 60.0) if isinstance(each, SwitchRole)]
+    (switch,) = [decision for decision in driver.play(14.0, 60.0) if isinstance(decision, SwitchRole)]
     assert switch.role == "prefill"
     assert driver.core.roles == {}
     driver.send(RoleSwitched(driver.now, switch.instance, "prefill"))
     assert driver.core.roles == {switch.instance: "prefill"}
     last = driver.play(14.0, 15.0)
-    assert [each.serving for each in last if isinstance(each, Replicas)] == [(2, 2)]
+    assert [decision.serving for decision in last if isinstance(decision, Replicas)] == [(2, 2)]
 
 
 def test_a_log_with_scaling_replays_bit_for_bit() -> None:
@@ -162,7 +162,7 @@ def test_a_log_with_scaling_replays_bit_for_bit() -> None:
     driver.play(3.0, 120.0)
     driver.play(30.0, 60.0)
     records = [decode_record(encode(record)) for record in driver.records]
-    assert any(isinstance(each, ScaleIn | ScaleOut) for record in records for each in record.decisions)
+    assert any(isinstance(decision, ScaleIn | ScaleOut) for record in records for decision in record.decisions)
     assert all(decisions_equal(record.decisions, again) for record, again in replay(spec().build(cluster), records))
 
 
@@ -181,7 +181,7 @@ def test_requests_of_other_gateways_count() -> None:
         ended = tuple(PeerBooking(number) for number in ids)
         both.send(PeerReported(both.now, PeerReport("other", sequence, both.now, ended)))
     rates = [driver.play(10.0, 16.0) for driver in (alone, both)]
-    own, total = (next(each.rate_per_s for each in rate if isinstance(each, Replicas)) for rate in rates)
+    own, total = (next(decision.rate_per_s for decision in rate if isinstance(decision, Replicas)) for rate in rates)
     assert total > 1.5 * own
 
 

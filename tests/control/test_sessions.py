@@ -160,7 +160,7 @@ def test_a_log_replays_with_other_hashes_of_the_sessions() -> None:
         records.append(decode_record(encode(record)))
     again = list(replay(core(), records))
     assert all(decisions_equal(record.decisions, decisions) for record, decisions in again)
-    sessions = [each.event.request.session for each in records if isinstance(each.event, Arrived)]
+    sessions = [logged.event.request.session for logged in records if isinstance(logged.event, Arrived)]
     assert sessions[0] == sessions[1] != sessions[2]
     assert not {MINE, OTHER} & set(sessions)
     assert sessions[3] == 0

@@ -88,14 +88,14 @@ def test_slow_start_keeps_one_usable_instance_in_each_datacenter(
 ) -> None:
     """In each datacenter with a usable instance, one remains usable; none is added."""
     slow, usable = SlowStart(WINDOW_S), np.array(up, dtype=np.bool_)
-    for position in sorted(each for each in back if each < len(up)):
+    for position in sorted(place for place in back if place < len(up)):
         slow.returned(position, 0.0)
         slow.booked(position, 0.0, len(up))
     rest = slow.without_limited(usable, tuple(sites[: len(up)]), 1.0)
     if rest is not None:
         assert not (rest & ~usable).any()
         for site in ("a", "b"):
-            here = np.array([each == site for each in sites[: len(up)]])
+            here = np.array([place == site for place in sites[: len(up)]])
             assert (rest & here).any() == (usable & here).any()
 
 

@@ -54,7 +54,7 @@ def test_combined_bounds_contain_the_clock_error(offset_s: float, widths: list[t
     each = [Offset(offset_s - below, offset_s + above) for below, above in widths]
     together = narrowest(each)
     assert together.least_s <= offset_s <= together.most_s
-    assert together.most_s - together.least_s <= min(one.most_s - one.least_s for one in each)
+    assert together.most_s - together.least_s <= min(offset.most_s - offset.least_s for offset in each)
 
 
 def test_an_invalid_date_gives_no_bounds() -> None:
@@ -159,7 +159,7 @@ def test_prompt_tokens_from_a_connector_are_counted() -> None:
 )
 def test_missing_metrics_are_named(page: bytes, missing: tuple[str | int, ...]) -> None:
     vllm = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    assert series_missing(page) == tuple(vllm[each] if isinstance(each, int) else each for each in missing)
+    assert series_missing(page) == tuple(vllm[series] if isinstance(series, int) else series for series in missing)
 
 
 # Verdicts

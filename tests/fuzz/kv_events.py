@@ -83,7 +83,9 @@ def _run_script(script: bytes) -> None:
             case _:
                 events.append(engine.remove(byte >> 3, 1 + (byte >> 2 & 1)))
     batches.append(batch(*events))
-    for events_of, rows in ((read_batch(each).events, read_batch(_as_arrays(each)).events) for each in batches):
+    for events_of, rows in (
+        (read_batch(encoded).events, read_batch(_as_arrays(encoded)).events) for encoded in batches
+    ):
         assert rows == events_of
     indexed = _events_of(batches, 1)
     assert indexed == _events_of(batches, SLICE_UNITS)

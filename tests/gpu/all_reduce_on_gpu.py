@@ -52,7 +52,7 @@ def test_tensors_on_a_gpu(tmp_path: Path, scheme: str) -> None:
         ]
         out = [process.communicate(timeout=120)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0] * RANKS
-    done = [json.loads(each.splitlines()[-1]) for each in out]
-    assert len({each["hash"] for each in done}) == 1
-    assert max(each["error"] for each in done) < 1.0
-    assert all(each["calls"][scheme] >= 30 and not each["fallbacks"] for each in done), done
+    done = [json.loads(text.splitlines()[-1]) for text in out]
+    assert len({outcome["hash"] for outcome in done}) == 1
+    assert max(outcome["error"] for outcome in done) < 1.0
+    assert all(outcome["calls"][scheme] >= 30 and not outcome["fallbacks"] for outcome in done), done

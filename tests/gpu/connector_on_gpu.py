@@ -32,7 +32,7 @@ class GpuCache(Cache):
         else:
             torch.manual_seed(seed)
             self.tensors = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
-        self.regions = [region for each in self.tensors for region in regions_of("l", each, BLOCKS)]  # type: ignore[misc]
+        self.regions = [region for tensor in self.tensors for region in regions_of("l", tensor, BLOCKS)]  # type: ignore[misc]
         region_bytes = tuple(region.block_bytes for region in self.regions)
         self.layout = BlockLayout(model="tiny", dtype="bfloat16", block_tokens=16, region_bytes=region_bytes)
 

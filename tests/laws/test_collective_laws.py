@@ -62,7 +62,7 @@ def test_debits_return_to_nothing(count: int, tensors: list[float], policy: str)
     """When all tensors are reduced, in any order of sizes, no byte is outstanding; none is ever negative."""
     scheduler = CollectiveScheduler(disjoint(count), np.full(count, 1e10), policy, seed=1)
     tickets = [scheduler.start(number * 1e-4, 0, nbytes)[0] for number, nbytes in enumerate(tensors)]
-    for ticket in sorted(tickets, key=lambda each: tensors[each - 1]):
+    for ticket in sorted(tickets, key=lambda number: tensors[number - 1]):
         scheduler.finish(ticket)
         scheduler.finish(ticket)
         assert (scheduler.loads.outstanding_bytes >= 0).all()
@@ -93,14 +93,14 @@ def test_the_default_takes_the_option_that_ends_first(
     loads: list[float], background: list[float], shares: list[list[float]], nbytes: float
 ) -> None:
     """A slow version, link by link, finds the same option."""
-    options = [Option(str(number), np.arange(5), np.array(each)) for number, each in enumerate(shares)]
+    options = [Option(str(number), np.arange(5), np.array(share)) for number, share in enumerate(shares)]
     capacity = np.array([1e9, 2e9, 3e9, 4e9, 5e9])
     scheduler = CollectiveScheduler([options], capacity)
     scheduler.loads.outstanding_bytes[:] = loads
     scheduler.loads.background[:] = background
     slow = [
-        max((loads[link] + each[link] * nbytes) / (capacity[link] * (1 - background[link])) for link in range(5))
-        for each in shares
+        max((loads[link] + share[link] * nbytes) / (capacity[link] * (1 - background[link])) for link in range(5))
+        for share in shares
     ]
     _, number = scheduler.start(0.0, 0, nbytes)
     assert slow[number] == pytest.approx(min(slow))

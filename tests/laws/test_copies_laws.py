@@ -316,7 +316,9 @@ class Audit:
     def _starts_of_equal_copies(self, copy: CopyPrefix | Prefill) -> list[float]:
         """Return the start times of equal copies to the same instance: a request waits for the first one."""
         wanted = (type(copy), _target(copy), self._chain(copy))
-        return [at for at, one in self._copies.values() if (type(one), _target(one), self._chain(one)) == wanted]
+        return [
+            at for at, other in self._copies.values() if (type(other), _target(other), self._chain(other)) == wanted
+        ]
 
     def _chain(self, copy: CopyPrefix | Prefill) -> tuple[int, ...]:
         if isinstance(copy, CopyPrefix):
@@ -368,8 +370,8 @@ def test_without_shared_prefixes_copy_options_change_nothing(
     alone = Trace(
         name="aggregated",
         requests=tuple(
-            msgspec.structs.replace(one, blocks=tuple(number * 1_000_000 + block for block in one.blocks))
-            for number, one in enumerate(trace.requests, start=1)
+            msgspec.structs.replace(request, blocks=tuple(number * 1_000_000 + block for block in request.blocks))
+            for number, request in enumerate(trace.requests, start=1)
         ),
     )
     plain = ControlSpec(decode="foresight", prefill="cache-aware", offload=offload)

@@ -302,8 +302,8 @@ def test_a_removed_ceiling_has_no_effect(case: Case, part: float, draw: random.R
     net, twin = free.started(), free.started()
     upcoming = net.next_finish()
     assert upcoming is not None
-    for each in (net, twin):
-        each.advance(upcoming[0] * part)
+    for network in (net, twin):
+        network.advance(upcoming[0] * part)
     for flow in draw.sample(net.active, len(net.active)):
         net.set_ceiling(flow, draw.choice([0.0, 1.0, 1e12]))
         if draw.random() < 0.5:

@@ -117,11 +117,11 @@ class ReferenceTable:
     learned: LearnedCapacity = field(default_factory=lambda: LearnedCapacity(ForesightSpec()))
 
     def advance(self, at: float) -> None:
-        for each, rate in self.rates.items():
+        for number, rate in self.rates.items():
             sent = rate * (at - self.now)
-            self.sent[each] += sent
-            self.limited[each] += sent if rate >= self.ceilings[each] * (1 - 1e-9) else 0.0
-            self.left[each] = max(self.left[each] - sent, self.spec.left_floor_share * self.size[each])
+            self.sent[number] += sent
+            self.limited[number] += sent if rate >= self.ceilings[number] * (1 - 1e-9) else 0.0
+            self.left[number] = max(self.left[number] - sent, self.spec.left_floor_share * self.size[number])
         self.now = at
         self.learned.grown_old(at)
         self.solve()
@@ -130,7 +130,7 @@ class ReferenceTable:
         nics = np.where(self.links.link_tier == 1, self.learned.factor[1], 1.0)
         capacity = (self.links.capacities(self.congestion) * nics).tolist()
         order = list(self.left)
-        paths, held = [self.paths[each] for each in order], [self.ceilings[each] for each in order]
+        paths, held = [self.paths[number] for number in order], [self.ceilings[number] for number in order]
         self.rates = dict(zip(order, max_min_rates(paths, [1.0] * len(order), capacity, held), strict=True))
 
     def flows_per_link(self, link: int) -> int:
@@ -250,9 +250,9 @@ def tables(draw: st.DrawFn) -> tuple[InFlight, ReferenceTable]:
     """Draw a table with up to 16 transfers in flight, and the slow reference."""
     links = fabric(draw(st.sampled_from([1, 4])), uplinks=draw(st.booleans()))
     table, slow = InFlight(links), ReferenceTable(links, ForesightSpec())
-    for each, ((source, target), size) in enumerate(draw(st.lists(st.tuples(pairs, sizes), max_size=16))):
-        table.started(each * 0.01, each, source, target, size)
-        slow.start(each * 0.01, each, source, target, size)
+    for number, ((source, target), size) in enumerate(draw(st.lists(st.tuples(pairs, sizes), max_size=16))):
+        table.started(number * 0.01, number, source, target, size)
+        slow.start(number * 0.01, number, source, target, size)
     slow.advance(table.now)
     return table, slow
 
@@ -371,13 +371,13 @@ def test_the_choice_is_invariant_under_scaling_of_bytes(
     scaled = fabric(table.links.hashed_paths, scale, uplinks=len(table.links.cables) > 2 * N)
     large = InFlight(scaled)
     small = InFlight(table.links)
-    for each, (kv_bytes, path) in enumerate(zip(slow.size.values(), slow.paths.values(), strict=True)):
+    for number, (kv_bytes, path) in enumerate(zip(slow.size.values(), slow.paths.values(), strict=True)):
         ends = (
             int(np.flatnonzero(scaled.attached[:, 0] == path[0])[0]),
             int(np.flatnonzero(scaled.attached[:, 1] == path[1])[0]),
         )
-        small.started(0.0, each, *ends, kv_bytes)
-        large.started(0.0, each, *ends, kv_bytes * scale)
+        small.started(0.0, number, *ends, kv_bytes)
+        large.started(0.0, number, *ends, kv_bytes * scale)
     bigger = replace(
         pool,
         free_kv_bytes=pool.free_kv_bytes * scale,
@@ -437,8 +437,8 @@ def test_with_an_unbounded_network_load_decides(
 ) -> None:
     """For any transfers in flight, with links a million times faster the least loaded candidate with room is chosen."""
     table = InFlight(fabric(uplinks=len(in_flight_state[0].links.cables) > 2 * N, scale=1e12))
-    for each, kv_bytes in in_flight_state[1].size.items():
-        table.started(0.0, each, each % N, (5 * each + 7) % N, kv_bytes)
+    for number, kv_bytes in in_flight_state[1].size.items():
+        table.started(0.0, number, number % N, (5 * number + 7) % N, kv_bytes)
     policy = Foresight(ForesightSpec(width=width), table.network_view(0.0, source, ALL))
     flat = replace(costs_of(table.links, source), latency_s=np.zeros(5))
     choice, load = policy.choose(REQUEST, pool, flat, 0), pool.batch + pool.queued
@@ -552,11 +552,11 @@ def test_learned_factors_never_overshoot_the_true_factor(together: int, truth: f
     nic = 1e9 if rack else 1e11
     table, now = InFlight(LinkModel.of_tiers(tier, np.full(5, 1e9), nic_bytes_per_s=nic)), 0.0
     for _ in range(rounds):
-        for each in range(together):
-            table.started(now, each, each, together + each, 1e9)
+        for number in range(together):
+            table.started(now, number, number, together + number, 1e9)
         now += 1.0 / truth
-        for each in range(together):
-            table.finished(now, each)
+        for number in range(together):
+            table.finished(now, number)
         factor = float(table.learned.factor[1 if rack else 3])
         assert min(truth, 1.0) * (1 - 1e-9) <= factor <= max(truth, 1.0) * (1 + 1e-9)
 
@@ -571,8 +571,8 @@ def test_the_pair_is_the_cheapest_of_those_simulated(
     nothing = np.zeros(3, dtype=np.int64)
     prefill = PrefillCandidates(("p0", "p1", "p2"), np.array(start_s), nothing, np.zeros(3), None)
     paths = [
-        JointPath(pool, costs_of(table.links, each), table.network_view(table.now, each, ALL, start_s[each]))
-        for each, pool in enumerate(pools)
+        JointPath(pool, costs_of(table.links, source), table.network_view(table.now, source, ALL, start_s[source]))
+        for source, pool in enumerate(pools)
     ]
     pair = ForesightJoint(spec).choose(REQUEST, prefill, paths.__getitem__, 0)
     choices = [
@@ -580,8 +580,8 @@ def test_the_pair_is_the_cheapest_of_those_simulated(
         for path in paths
     ]
     paid = [
-        (start_s[each] + float(choice.terms.cost[choice.index]), each)
-        for each, choice in enumerate(choices)
+        (start_s[source] + float(choice.terms.cost[choice.index]), source)
+        for source, choice in enumerate(choices)
         if isinstance(choice, Choice)
     ]
     assert isinstance(pair, Pair) == bool(paid)

@@ -109,8 +109,8 @@ def test_one_outlier_has_a_bounded_effect(
 ) -> None:
     """The change is at most a factor of four (two by the tier, two by the pair), and values stay within the bounds."""
     network = oracle()
-    for at, (each, factor) in enumerate(before):
-        transfer(network, float(at), each, 1e10, factor=factor)
+    for at, (ends, factor) in enumerate(before):
+        transfer(network, float(at), ends, 1e10, factor=factor)
     old = np.array([idle_bandwidth(network, source, 99.0) for source in range(4)])
     network.transfer_measured(99.0, *pair, kv_bytes, seconds, transfers)
     new = np.array([idle_bandwidth(network, source, 99.0) for source in range(4)])

@@ -301,8 +301,8 @@ def test_scarcity_changes_only_outside_the_band(low: float, gap: float, history:
         assert after == (before if low < utilisation <= low + gap else utilisation > low)
     settled = scarcity.observe(last)
     assert {scarcity.observe(last) for _ in range(5)} == {settled}
-    assert {Scarcity("scarce", 0.7, 0.5).observe(each) for each in history} == {True}
-    assert {Scarcity("abundant", 0.7, 0.5).observe(each) for each in history} == {False}
+    assert {Scarcity("scarce", 0.7, 0.5).observe(observed) for observed in history} == {True}
+    assert {Scarcity("abundant", 0.7, 0.5).observe(observed) for observed in history} == {False}
 
 
 events = st.lists(
@@ -320,7 +320,7 @@ def test_traffic_statistics_equal_those_of_a_list(steps: list[tuple[float, int, 
         traffic.arrived(at, tokens)
         traffic.answered(at, output)
         seen.append((at, tokens, output))
-    kept = [each for each in seen if math.floor(each[0] / 2) > math.floor(at / 2) - 8]
+    kept = [observed for observed in seen if math.floor(observed[0] / 2) > math.floor(at / 2) - 8]
     assert traffic.requests(at) == len(kept)
     lengths = np.array([max(tokens, 1) for _, tokens, _ in kept], dtype=np.float64)
     answered = traffic.output_tokens(at)
@@ -367,7 +367,7 @@ def test_the_busiest_part_of_the_window_is_found(steps: list[tuple[float, int, i
         traffic.arrived(at, tokens)
         traffic.answered(at, output)
         seen.append((math.floor(at / 2), output))
-    now, kept = math.floor(at / 2), [each for each in seen if each[0] > math.floor(at / 2) - 8]
+    now, kept = math.floor(at / 2), [observed for observed in seen if observed[0] > math.floor(at / 2) - 8]
     over = max(sum(part == earlier for part, _ in kept) / 2.0 for earlier in range(now - 7, now))
     assert math.isclose(traffic.peak_per_s(at), max(over, traffic.recent_per_s(at)))
     assert traffic.longest_tokens(at) == max(output for _, output in kept)
@@ -415,8 +415,8 @@ ALL_QUEUED: dict[Stage, StageLoad] = {stage: StageLoad(0.0, 60.0) for stage in S
 def observed(spec: LongTerm, tokens: list[int]) -> Allocation:
     """Return an allocation that has recorded these requests at time 0."""
     allocation = Allocation(spec)
-    for each in tokens:
-        allocation.traffic.arrived(0.0, each)
+    for length in tokens:
+        allocation.traffic.arrived(0.0, length)
         allocation.traffic.answered(0.0, 200)
     return allocation
 
@@ -448,7 +448,7 @@ def test_role_switches_end_near_the_best_split(
         assert review is not None
         assert len(review.role_switches) <= at_once
         for role in ("prefill", "decode"):
-            names = [each.instance for each in review.role_switches if each.role == role]
+            names = [role_switch.instance for role_switch in review.role_switches if role_switch.role == role]
             pools = [home.decode if role == "prefill" else home.prefill for home in capacity.homes]
             assert all(set(names) & set(pool) == set(pool[: len(set(names) & set(pool))]) for pool in pools)
         assert 0.0 <= review.gain <= 1.0
@@ -538,7 +538,7 @@ def test_a_role_switch_gains_at_least_its_cost(
     homes, target, gain, used_s = judgement
     measured: dict[Stage, StageLoad] = {"prfaas": prfaas, "prefill": prefill, "decode": decode}
     verdict, role_switches = judge(LongTerm(at_once=3), homes, target, gain, measured, 0, used_s, costs_s)
-    lost_s = sum(costs_s.get(each.instance, 0.0) for each in role_switches)
+    lost_s = sum(costs_s.get(role_switch.instance, 0.0) for role_switch in role_switches)
     most_s = gain * sum(home.instances for home in homes) if verdict == "switch_role" else 1.0
     assert lost_s <= most_s * used_s
 
@@ -552,7 +552,7 @@ def test_idle_instances_without_cache_switch_if_it_helps(
     spec = LongTerm(at_once=at_once)
     verdict, role_switches = judge(spec, homes, target, gain, {stage: busy}, 0, used_s)
     more = [int(count) - len(home.prefill) for count, home in zip(target, homes, strict=True)]
-    grows = sum(max(-each if stage == "decode" else each, 0) for each in more)
+    grows = sum(max(-added if stage == "decode" else added, 0) for added in more)
     binds = busy.utilisation >= spec.busy_above or busy.queue_s >= spec.queue_high_s
     if gain >= spec.gain_min:
         assert len(role_switches) == (min(grows, at_once) if binds else 0)
@@ -577,7 +577,7 @@ def test_under_constant_load_no_instance_switches_back_and_forth(
         target = np.array([data.draw(st.integers(0, home.instances)) for home in homes], dtype=np.int64)
         gain = data.draw(st.sampled_from([0.0, 0.3]))
         _, role_switches = judge(LongTerm(at_once=data.draw(st.integers(1, 3))), homes, target, gain, busy, 0)
-        moved = {each.instance for each in role_switches}
+        moved = {role_switch.instance for role_switch in role_switches}
         assert not moved & changed
         changed |= moved
         homes = tuple(

@@ -202,7 +202,7 @@ instances:
   - {name: p, role: prefill, gpus: "a:0-1,b:0-1,c:0-3", pp: 2, all_reduce: REDUCE}
   - {name: d, role: decode, gpus: "d:0-3"}
 """
-    trace = Trace("three", tuple(TracedRequest(0.3 * one, 500, 0, (), 512) for one in range(3)))
+    trace = Trace("three", tuple(TracedRequest(0.3 * number, 500, 0, (), 512) for number in range(3)))
     reduce = "{scheme: ring, per_iteration: 160, token_bytes: 16 KB}"
     known, plain = parse(text.replace("REDUCE", reduce)), parse(text.replace(", all_reduce: REDUCE", ""))
     (traffic,) = instance_traffic(known).values()
@@ -424,8 +424,8 @@ class Reference:
         while True:
             self.until(now := now + compute_s)
             flows = range(number, number := number + len(reduced.flows))
-            for flow, each in zip(flows, reduced.flows, strict=True):
-                self.network.start(flow, each.links, each.nbytes)
+            for flow, reduced_flow in zip(flows, reduced.flows, strict=True):
+                self.network.start(flow, reduced_flow.links, reduced_flow.nbytes)
             now = self.until_ended(set(flows)) + reduced.latency_s
             if self.sent and not self.kv:
                 return self.arrived_s + known.latency_s(source, target)

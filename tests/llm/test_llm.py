@@ -144,7 +144,7 @@ def test_a_fully_cached_prompt_still_sends_its_state(preset: Model, tokens: int)
 @settings(deadline=None)
 @given(models, lengths, st.lists(lengths, min_size=1, max_size=5))
 def test_arrays_give_the_same_results_as_numbers(preset: Model, tokens: int, cached: list[int]) -> None:
-    one_by_one = [preset.kv_bytes(tokens, each) for each in cached]
+    one_by_one = [preset.kv_bytes(tokens, count) for count in cached]
     assert preset.kv_bytes(tokens, np.array(cached)).tolist() == one_by_one
     assert preset.kv_bytes(np.full(len(cached), tokens), np.array(cached)).tolist() == one_by_one
 
@@ -389,7 +389,7 @@ def test_the_command_prints_one_document_or_tables() -> None:
     app.command()(llm)
     document = json.loads(runner.invoke(app, ["llama-3-70b", "--tp", "4", "--tokens", "1000", "--json"]).stdout)
     assert (document["kv_bytes_per_token_shard"], document["kv_bytes"]) == (81_920, 327_680_000)
-    assert [each["name"] for each in json.loads(runner.invoke(app, ["--json"]).stdout)] == sorted(MODELS)
+    assert [load["name"] for load in json.loads(runner.invoke(app, ["--json"]).stdout)] == sorted(MODELS)
     assert "gpt-oss-20b" in runner.invoke(app, []).stdout
     assert "sliding" in runner.invoke(app, ["gpt-oss-20b"]).stdout
     refused = runner.invoke(app, ["--tokens", "-1"])

@@ -112,8 +112,8 @@ def test_counters_equal_a_simple_count(moves: list[tuple[bool, int, int]], in_fl
     for starts, source, target in moves:
         key = (source, int(TIER[source, target]))
         count[key] = max(0, count[key] + (1 if starts else -1))
-        for each in (seeing, blind):
-            (each.transfer_started if starts else each.transfer_finished)(source, target)
+        for network in (seeing, blind):
+            (network.transfer_started if starts else network.transfer_finished)(source, target)
     for source in range(4):
         expected = [min(count[source, tier], in_flight_max) for tier in range(TIER_COUNT)]
         assert seeing.costs(source, ALL, 0.0).in_flight.tolist() == expected

@@ -89,7 +89,9 @@ def _same(expected: str, line: str, tolerance: float) -> bool:
         return expected == line
     here, there = _NUMBER.findall(expected), _NUMBER.findall(line)
     texts = _NUMBER.split(expected) == _NUMBER.split(line)
-    return texts and all(_near(_value(one), _value(other), tolerance) for one, other in zip(here, there, strict=True))
+    return texts and all(
+        _near(_value(first), _value(other), tolerance) for first, other in zip(here, there, strict=True)
+    )
 
 
 def _value(number: str) -> float:
@@ -115,10 +117,11 @@ def _first_wrong(expected: Any, found: Any, tolerance: float, place: str) -> tup
         pairs = [(expected[key], found.get(key), f"{place}.{key}") for key in expected if key != _ELISION]
     elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
         pairs = [
-            (one, other, f"{place}[{index}]") for index, (one, other) in enumerate(zip(expected, found, strict=True))
+            (wanted_part, other, f"{place}[{index}]")
+            for index, (wanted_part, other) in enumerate(zip(expected, found, strict=True))
         ]
     else:
         numbers = isinstance(expected, float | int) and isinstance(found, float | int)
         same = _near(expected, found, tolerance) if numbers else _same(str(expected), str(found), tolerance)
         return None if same else (f"{place} = {expected}", f"{found}")
-    return next((wrong for one, other, path in pairs if (wrong := _first_wrong(one, other, tolerance, path))), None)
+    return next((wrong for pair, other, path in pairs if (wrong := _first_wrong(pair, other, tolerance, path))), None)

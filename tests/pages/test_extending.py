@@ -310,8 +310,8 @@ def test_a_new_policy_with_state_sees_its_state(extended: Path) -> None:
         if decision["type"] == "decode"
     ]
     assert len(counts) == 30
-    assert max(max(each) for each in counts) >= 1.0
-    assert min(max(each) for each in counts) == 0.0
+    assert max(max(count) for count in counts) >= 1.0
+    assert min(max(count) for count in counts) == 0.0
 
 
 def test_a_new_feature_is_offered_and_attached_as_the_core_calls_it(extended: Path) -> None:

@@ -64,7 +64,9 @@ def test_a_wrong_command_in_a_sentence_is_found(text: str) -> None:
 def test_a_command_that_fails_is_found(tmp_path: Path) -> None:
     """Its message is part of the fault."""
     [fault] = [
-        each.fault for each in ran(QOS.replace("superpod.yaml\n", "none.yaml\n", 1), tmp_path / "a") if each.fault
+        outcome.fault
+        for outcome in ran(QOS.replace("superpod.yaml\n", "none.yaml\n", 1), tmp_path / "a")
+        if outcome.fault
     ]
     assert "docs/qos.md:8: " in fault
     assert "ended with 2: kvroute: " in fault

@@ -16,7 +16,7 @@ COMMANDS = {page: commands_of(page, text) for page, text in TEXTS.items()}
 
 
 def _pages(live: bool, alone: bool = False) -> list[str]:
-    return [page for page, commands in COMMANDS.items() if any(runs_here(each, live, alone) for each in commands)]
+    return [page for page, commands in COMMANDS.items() if any(runs_here(command, live, alone) for command in commands)]
 
 
 def _faults(page: str, folder: Path, live: bool, alone: bool = False) -> list[str]:
@@ -78,6 +78,6 @@ def test_every_entry_is_used() -> None:
     for page, table in (*BY_PAGE.items(), ("", ANYWHERE)):
         for prefix, how in table.items():
             assert any(
-                each.page == (page or each.page) and each.text.startswith(prefix) and treatment(each) is how
-                for each in commands
+                command.page == (page or command.page) and command.text.startswith(prefix) and treatment(command) is how
+                for command in commands
             ), (page, prefix)

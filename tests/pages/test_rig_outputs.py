@@ -50,8 +50,10 @@ instances:
 def shown(page: str, command: str, *, alone: str = "") -> Output:
     """Return the output of a command in a page, or the block that begins with the text `alone`."""
     commands, others = read_page((ROOT / page).read_text(encoding="utf-8"), page)
-    outputs = [each.output for each in commands if each.text == command] if not alone else others
-    [output] = [each for each in outputs if each and each.lines[0].startswith(alone)]
+    outputs = (
+        [page_command.output for page_command in commands if page_command.text == command] if not alone else others
+    )
+    [output] = [candidate for candidate in outputs if candidate and candidate.lines[0].startswith(alone)]
     return output
 
 
@@ -218,7 +220,7 @@ def test_the_columns_of_a_custom_resource() -> None:
     """`kubectl get` shows the columns of priority 0 between the name and the age."""
     definition = yaml.safe_load((ROOT / "deploy" / "crds" / "kvrouters.kvroute.io.yaml").read_text(encoding="utf-8"))
     [version] = definition["spec"]["versions"]
-    columns = [each["name"].upper() for each in version["additionalPrinterColumns"] if not each.get("priority")]
+    columns = [column["name"].upper() for column in version["additionalPrinterColumns"] if not column.get("priority")]
     output = shown("docs/kubernetes-operator.md", "kubectl --namespace serving get kvrouters")
     assert output.lines[0].split() == ["NAME", *columns]
 

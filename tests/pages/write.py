@@ -31,7 +31,7 @@ def new_lines(outcome: Outcome) -> list[str] | None:
 def rewritten(text: str, ran: Iterable[Outcome]) -> str:
     """Return the text of a page with new outputs."""
     lines = text.split("\n")
-    for outcome in sorted(ran, key=lambda each: -each.command.line):
+    for outcome in sorted(ran, key=lambda ended: -ended.command.line):
         replacement, output = new_lines(outcome), outcome.command.output
         if replacement is not None and output is not None:
             lines[output.line - 1 : output.line - 1 + len(output.lines)] = replacement

@@ -39,8 +39,8 @@ def document(run: Run, *arguments: str) -> Any:
 def test_json_contains_only_the_deployments(run: Run) -> None:
     deployments = document(run, "prfaas", EXAMPLE)
     assert list(deployments) == ["prfaas", "homogeneous", "naive", "home"]
-    for each in deployments.values():
-        assert set(each) == {
+    for deployment in deployments.values():
+        assert set(deployment) == {
             "threshold_tokens",
             "n_prfaas",
             "n_prefill",
@@ -52,8 +52,8 @@ def test_json_contains_only_the_deployments(run: Run) -> None:
             "ttft_s",
             "binding",
         }
-        assert set(each["stage_per_s"]) == {"prfaas", "pd_p", "pd_d"}
-        assert set(each["ttft_s"]) == {"mean", "p90"}
+        assert set(deployment["stage_per_s"]) == {"prfaas", "pd_p", "pd_d"}
+        assert set(deployment["ttft_s"]) == {"mean", "p90"}
     assert isinstance(deployments["prfaas"]["threshold_tokens"], int)
     assert deployments["homogeneous"]["threshold_tokens"] is None
     assert deployments["home"]["n_prefill"] + deployments["home"]["n_decode"] == 8
@@ -103,7 +103,7 @@ def test_the_advice_follows_from_the_numbers(
     deployments = document(run, "prfaas", file)
     out = " ".join(run("prfaas", file)[1].split())
     assert out.startswith(advice)
-    rate = {kind: each["lambda_max_per_s"] for kind, each in deployments.items()}
+    rate = {kind: deployment["lambda_max_per_s"] for kind, deployment in deployments.items()}
     no_gain = rate["prfaas"] < 1.005 * rate.get("home", 0)
     assert no_gain == advice.startswith("Do not offload: ")
     assert (rate["prfaas"] < 0.995 * rate["homogeneous"] and not no_gain) == ("if you can choose" in advice)
@@ -139,10 +139,10 @@ def test_egress_of_the_published_models(run: Run) -> None:
     result = document(run, "egress", "--gpus", "512", "--tokens", "32K")
     assert (result["gpus"], result["gpus_per_instance"], result["tokens"]) == (512, 8, 32_768)
     assert len(result["models"]) == 6
-    for each in result["models"]:
-        assert each["egress_gbps"] == pytest.approx(64 * each["kv_gbps"])
+    for model in result["models"]:
+        assert model["egress_gbps"] == pytest.approx(64 * model["kv_gbps"])
     named = document(run, "egress", "--gpus", "512", "--model", "MiniMaxAI/MiniMax-M2.5", "--tokens", "32768")
-    assert named["models"] == [each for each in result["models"] if each["model"] == "minimax-m2.5"]
+    assert named["models"] == [model for model in result["models"] if model["model"] == "minimax-m2.5"]
     code, out, _ = run("egress", "--gpus", "512")
     assert code == 0
     assert "3,835.5" in out
@@ -187,7 +187,7 @@ def test_the_ratio_table_has_a_column_for_each_length(run: Run) -> None:
     row = next(line for line in out.splitlines() if "qwen2.5-32b" in line).split()
     assert row[-2:] == ["119", "270"]
     found = document(run, "ratio", "qwen3-235b", "--kv-number", "1")
-    assert [each["cached_tokens"] for each in found] == [16_384, 32_768, 65_536]
+    assert [printed["cached_tokens"] for printed in found] == [16_384, 32_768, 65_536]
     assert found[0]["cached_bytes_per_flop"] == pytest.approx(39e-6, rel=0.02)
 
 

@@ -114,7 +114,7 @@ def test_curves_may_be_given_fitted_or_profiled(tmp_path: Path) -> None:
     fitted = problem(tmp_path, (H200, "{kind: profile, file: h200.csv}"))
     inline = problem(tmp_path, (H200, H200.replace("piecewise", "measured")))
     tokens = np.array([500.0, 20_000.0, 131_072.0])
-    seconds = [each.prfaas[0].hardware.prefill_s(tokens).tolist() for each in (given, points, fitted, inline)]
+    seconds = [system.prfaas[0].hardware.prefill_s(tokens).tolist() for system in (given, points, fitted, inline)]
     assert seconds[0] == pytest.approx(seconds[1])
     assert seconds[2] == pytest.approx(seconds[3])
     assert seconds[2] != pytest.approx(seconds[0], rel=1e-4)

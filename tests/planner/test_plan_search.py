@@ -196,16 +196,16 @@ def test_sensitivity_is_a_search_of_the_changed_problem(problem: Problem) -> Non
         assert egress.lambda_max_per_s == find(changed).lambda_max_per_s
         assert egress.kept_per_s == kept(changed, best).lambda_max_per_s[0, 0]
     mean_tokens = problem.lengths.mix.mean_tokens
-    longer = [(with_lengths(problem, each.factor), each, each.factor * mean_tokens) for each in sensitivity.lengths]
-    for changed, each, tokens in longer + [
+    longer = [(with_lengths(problem, point.factor), point, point.factor * mean_tokens) for point in sensitivity.lengths]
+    for changed, point, tokens in longer + [
         (with_spread(problem, p.factor), p, mean_tokens) for p in sensitivity.spread
     ]:
-        assert each.lambda_max_per_s == pytest.approx(find(changed).lambda_max_per_s)
-        assert each.kept_per_s == pytest.approx(kept(changed, best).lambda_max_per_s[0, 0])
-        assert each.homogeneous_per_s == pytest.approx(find(changed, "homogeneous").lambda_max_per_s)
-        assert each.mean_tokens == pytest.approx(tokens)
-    same = [(each.lambda_max_per_s, each.kept_per_s) for each in sensitivity.egress if each.factor == 1]
-    same += [(each.lambda_max_per_s, each.kept_per_s) for each in sensitivity.lengths if each.factor == 1]
+        assert point.lambda_max_per_s == pytest.approx(find(changed).lambda_max_per_s)
+        assert point.kept_per_s == pytest.approx(kept(changed, best).lambda_max_per_s[0, 0])
+        assert point.homogeneous_per_s == pytest.approx(find(changed, "homogeneous").lambda_max_per_s)
+        assert point.mean_tokens == pytest.approx(tokens)
+    same = [(point.lambda_max_per_s, point.kept_per_s) for point in sensitivity.egress if point.factor == 1]
+    same += [(point.lambda_max_per_s, point.kept_per_s) for point in sensitivity.lengths if point.factor == 1]
     assert same == [(best.lambda_max_per_s, best.lambda_max_per_s)] * 2
 
 

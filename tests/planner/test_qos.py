@@ -130,9 +130,9 @@ def test_every_dscp_value_is_in_exactly_one_class(classes: list[TrafficClassEntr
     """Listed values are in the class that lists them, all others in the default."""
     plan = planned(classes, "roce")
     assert plan.roce is not None
-    listed = {value: each.name for each in classes for value in each.dscp}
-    default = next(each.name for each in classes if each.default)
-    queues = {each.priority: each.name for each in classes}
+    listed = {value: traffic_class.name for traffic_class in classes for value in traffic_class.dscp}
+    default = next(traffic_class.name for traffic_class in classes if traffic_class.default)
+    queues = {traffic_class.priority: traffic_class.name for traffic_class in classes}
     for value in range(64):
         queue = plan.roce.priority_class[plan.roce.dscp_priority[value]]
         assert queues[queue] == listed.get(value, default)
@@ -144,11 +144,11 @@ def test_weights_add_up_to_100_and_lossless_classes_are_paused(classes: list[Tra
     plan = planned(classes, "roce")
     assert plan.roce is not None
     assert sum(plan.roce.weights) == 100
-    for each in classes:
-        assert each.priority is not None
-        assert plan.roce.weights[each.priority] == each.share
-        assert plan.roce.pfc[each.priority] == each.lossless
-    assert sum(plan.roce.pfc) == sum(each.lossless for each in classes)
+    for traffic_class in classes:
+        assert traffic_class.priority is not None
+        assert plan.roce.weights[traffic_class.priority] == traffic_class.share
+        assert plan.roce.pfc[traffic_class.priority] == traffic_class.lossless
+    assert sum(plan.roce.pfc) == sum(traffic_class.lossless for traffic_class in classes)
 
 
 @settings(deadline=None)
@@ -223,7 +223,7 @@ def test_json_has_the_plan_and_its_configurations(run: Run) -> None:
     assert (code, err) == (0, "")
     found: dict[str, Any] = json.loads(out)
     assert found["link"] == "infiniband"
-    assert [each["name"] for each in found["classes"]] == ["model", "kv", "other"]
+    assert [traffic_class["name"] for traffic_class in found["classes"]] == ["model", "kv", "other"]
     assert found["infiniband"]["arbitration"] == {"high_limit": 49, "high": [[1, 64]], "low": [[0, 64], [2, 64]]}
     assert found["roce"] is None
     assert "qos_high_limit 49" in found["configurations"]["Subnet manager, opensm.conf"].splitlines()
@@ -273,7 +273,9 @@ OTHER = "name: other, share: 1, default: true"
 def test_contradictions_end_with_one_sentence_and_a_line(
     link: str, classes: tuple[str, ...], sentence: str, tmp_path: Path
 ) -> None:
-    section = "\n".join([f"qos:\n  link: {link}\n  classes:", *(f"    - {{{each}}}" for each in classes)])
+    section = "\n".join(
+        [f"qos:\n  link: {link}\n  classes:", *(f"    - {{{traffic_class}}}" for traffic_class in classes)]
+    )
     path = changed(tmp_path, section)
     with pytest.raises(InputErrors, match=rf"(?m)^{path}:\d+: .*{sentence}") as found:
         plan_qos(path)

@@ -153,7 +153,7 @@ def test_no_stage_exceeds_its_bound_and_one_stage_is_the_bottleneck(system: Syst
 @given(systems)
 def test_a_link_is_the_bottleneck_if_more_bandwidth_raises_throughput(system: System) -> None:
     """The law holds for any PrfaaS cluster at every threshold."""
-    wider = tuple(replace(each, egress_bytes_per_s=each.egress_bytes_per_s + 1e6) for each in system.prfaas)
+    wider = tuple(replace(site, egress_bytes_per_s=site.egress_bytes_per_s + 1e6) for site in system.prfaas)
     before, after = everywhere(system), everywhere(replace(system, prfaas=wider))
     assert (before.prfaas_egress_binds == (after.prfaas_per_s > before.prfaas_per_s)).all()
 
@@ -190,9 +190,9 @@ def test_more_resources_never_serve_less(system: System, what: str) -> None:
         prfaas = tuple(replace(source, egress_bytes_per_s=source.egress_bytes_per_s * 1.5) for source in system.prfaas)
         more = replace(system, prfaas=prfaas)
     elif what == "prfaas":
-        more = replace(system, prfaas=tuple(replace(each, instances=each.instances + 1) for each in system.prfaas))
+        more = replace(system, prfaas=tuple(replace(site, instances=site.instances + 1) for site in system.prfaas))
     elif what == "decode":
-        more = replace(system, pd=tuple(replace(each, decode_per_s=each.decode_per_s * 1.5) for each in system.pd))
+        more = replace(system, pd=tuple(replace(site, decode_per_s=site.decode_per_s * 1.5) for site in system.pd))
     else:
         instances[0] += 1
     before, after = everywhere(system), grid(more, instances)

@@ -105,8 +105,8 @@ def test_the_closed_form_shares_the_most_congested_link() -> None:
     """With two transfers into the first NIC, a third one gets a third of it. The closed form includes no delay of
     others."""
     table = InFlight(links())
-    for each in range(2):
-        table.started(0.0, each, 1, 2, 9e9)
+    for number in range(2):
+        table.started(0.0, number, 1, 2, 9e9)
     choice = chosen(table, pool(), spec=ForesightSpec(width=0))
     assert choice.terms.parts["transfer_s"].tolist() == pytest.approx([3.0, 1.0])
     assert choice.terms.parts["pace_bytes_per_s"].tolist() == pytest.approx([NIC / 3, NIC])
@@ -146,8 +146,8 @@ def test_transfers_beyond_the_nearest_keep_their_rates() -> None:
     """Three long transfers into a NIC of 1 GB/s: a fourth one gets a quarter. If only one may slow down for it, the two
     others keep their thirds, and it shares the rest."""
     table = InFlight(links())
-    for each in range(3):
-        table.started(0.0, each, 1, 2, 9e9)
+    for number in range(3):
+        table.started(0.0, number, 1, 2, 9e9)
     expected = ((24, 4.0), (1, 6.0))
     for near_max, seconds in expected:
         choice = chosen(table, pool(batch=(0, 8)), spec=ForesightSpec(near_max=near_max, slot_weight=100.0))
@@ -231,8 +231,8 @@ def test_the_weight_of_rival_transfers_is_configurable() -> None:
     for weight in (0.0, 0.5, 1.0):
         spec = ForesightSpec(rival_weight=weight, width=0)
         flying = InFlight(model, spec)
-        for each in range(2):
-            flying.started(0.0, each, 1, 2 + each, 9e9)
+        for number in range(2):
+            flying.started(0.0, number, 1, 2 + number, 9e9)
         network_views[weight] = flying.network_view(0.0, 0, DECODERS)
     paces = [
         float(chosen_by(ForesightSpec(rival_weight=weight, width=0), network_view).terms.parts["pace_bytes_per_s"][0])
@@ -268,10 +268,10 @@ def test_completed_transfers_update_the_factor_of_their_tier() -> None:
     transfers against ten remembered ones. Values of one far tier also have a small effect on the other one."""
     table = InFlight(LinkModel.of_tiers(FLAT, np.full(5, NIC), nic_bytes_per_s=4e9), ForesightSpec(fading_s=1e12))
     at = 0.0
-    for each in range(200):
-        table.started(at, each, 0, 2, 1e9)
+    for number in range(200):
+        table.started(at, number, 0, 2, 1e9)
         at += 2.0
-        table.finished(at, each)
+        table.finished(at, number)
     pooled = 10 / 110
     assert table.learned.factor[3] == pytest.approx(0.5 ** ((10 + 2 * pooled) / 12), rel=1e-6)
     assert table.learned.factor[2] == pytest.approx(0.5**pooled, rel=1e-6)
@@ -329,9 +329,9 @@ def test_nic_speeds_in_a_rack_are_learned() -> None:
     rack: TierArray = np.ones((4, 4), dtype=np.int8)
     slow, punctual = (InFlight(LinkModel.of_tiers(rack, np.full(5, NIC))) for _ in range(2))
     for table, lasts_s in ((slow, 4.0), (punctual, 1.1)):
-        for each in range(20):
-            table.started(5.0 * each, each, each % 2, 2 + each % 2, 1e9)
-            table.finished(5.0 * each + lasts_s, each)
+        for number in range(20):
+            table.started(5.0 * number, number, number % 2, 2 + number % 2, 1e9)
+            table.finished(5.0 * number + lasts_s, number)
     assert slow.learned.factor[1] == pytest.approx(0.25, rel=0.4)
     assert punctual.learned.factor[1] == pytest.approx(1.0)
     transfer_s = 1.0 / float(slow.learned.factor[1])
@@ -364,11 +364,11 @@ def test_a_transfer_stays_in_the_table_until_its_end_is_reported() -> None:
 def test_the_transfer_table_grows() -> None:
     """200 transfers leave one NIC, in a table that starts with fewer rows: each one has its share."""
     table = InFlight(links())
-    for each in range(200):
-        table.started(0.0, each, 0, 2 + each % 2, 1e9)
+    for number in range(200):
+        table.started(0.0, number, 0, 2 + number % 2, 1e9)
     assert list(table.rates_bytes_per_s.values()) == pytest.approx([NIC / 200] * 200)
-    for each in range(199):
-        table.finished(0.0, each, landed=False)
+    for number in range(199):
+        table.finished(0.0, number, landed=False)
     assert table.rates_bytes_per_s == pytest.approx({199: NIC})
     assert table.learned.factor.tolist() == [1.0] * 5
 
@@ -433,8 +433,8 @@ def test_the_pair_avoids_a_prefill_instance_with_congested_paths() -> None:
     is chosen. If they end before its prefill does, the first one is chosen."""
     for nbytes, expected in ((4e9, 1), (0.5e9, 0)):
         table = InFlight(links())
-        for each in range(2):
-            table.started(0.0, each, 0, 2 + each, nbytes)
+        for number in range(2):
+            table.started(0.0, number, 0, 2 + number, nbytes)
         prefill = PrefillCandidates(("p0", "p1"), np.zeros(2), np.zeros(2, dtype=np.int64), np.array([1.0, 1.0]), None)
         paths = [JointPath(pool(), costs(source), table.network_view(0.0, source, DECODERS, 1.0)) for source in (0, 1)]
         pair = ForesightJoint().choose(REQUEST, prefill, paths.__getitem__, 0)
@@ -464,8 +464,8 @@ def test_pairs_that_are_not_simulated_are_ranked_behind() -> None:
     """One of two prefill instances is simulated: the closed-form cost of the other one is raised by the same amount as
     the first one's."""
     table = InFlight(links())
-    for each in range(2):
-        table.started(0.0, each, 1, 2 + each, 2e9)
+    for number in range(2):
+        table.started(0.0, number, 1, 2 + number, 2e9)
     prefill = PrefillCandidates(("p0", "p1"), np.zeros(2), np.zeros(2, dtype=np.int64), np.array([1.0, 0.0]), None)
     paths = [
         JointPath(pool(), costs(source), table.network_view(0.0, source, DECODERS, 1.0 - source)) for source in (0, 1)

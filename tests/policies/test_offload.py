@@ -253,8 +253,8 @@ def case_study(n_prefill: int) -> SiteCapacity:
 def long_prompts(allocation: Allocation, at: float) -> None:
     """Record 1,000 quantiles of the case study's lengths with outputs of 1,024 tokens."""
     normal = np.random.default_rng(4).normal(9.9, 1.0, 1_000)
-    for each in np.clip(np.exp(normal), 128, 131_072).astype(int).tolist():
-        allocation.traffic.arrived(at, each)
+    for length in np.clip(np.exp(normal), 128, 131_072).astype(int).tolist():
+        allocation.traffic.arrived(at, length)
         allocation.traffic.answered(at, 1_024)
 
 
@@ -382,7 +382,7 @@ def test_the_home_farthest_from_its_best_split_switches_first() -> None:
     target = np.array([2, 2])
     verdict, role_switches = judge(LongTerm(at_once=5), pair(), target, 0.3, busy, 0)
     assert verdict == "switch_role"
-    assert [each.instance for each in role_switches] == ["b-p0", "b-p1", "b-p2", "b-p3", "a-p0"]
+    assert [role_switch.instance for role_switch in role_switches] == ["b-p0", "b-p1", "b-p2", "b-p3", "a-p0"]
     assert judge(LongTerm(gain_min=0.31), pair(), target, 0.3, busy, 0) == ("no_gain", ())
     away: dict[Stage, StageLoad] = {"prfaas": StageLoad(0.9)}
     assert judge(LongTerm(), pair(), target, 0.3, away, 0) == ("not_busy", ())

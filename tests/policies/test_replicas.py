@@ -117,7 +117,7 @@ def test_one_instance_less_is_too_few(target: ReplicaTarget, wanted: Demand, mod
         one = need.of(role)
         if one.replicas in (1, REPLICAS_MAX):
             continue
-        less = {each: need.of(each).replicas - (each == role) for each in SCALED_ROLES}
+        less = {scaled_role: need.of(scaled_role).replicas - (scaled_role == role) for scaled_role in SCALED_ROLES}
         worse = predicted(target, wanted, model, **less).of(role)
         best = predicted(target, wanted.at(1e-12), model, 1, 1).of(role).attainment
         enough = min(math.sqrt(target.attainment), 0.99 * best)

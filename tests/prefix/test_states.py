@@ -48,8 +48,8 @@ def test_a_match_is_the_deepest_stored_state(
             kept[instance].clear()
     depths = np.minimum(np.array(limits), len(query))
     deepest = [
-        max((len(prefix) for prefix in each if prefix == query[: len(prefix)] and len(prefix) <= depth), default=0)
-        for each, depth in zip(kept, depths.tolist(), strict=True)
+        max((len(prefix) for prefix in held if prefix == query[: len(prefix)] and len(prefix) <= depth), default=0)
+        for held, depth in zip(kept, depths.tolist(), strict=True)
     ]
     assert index.match(query, depths).tolist() == deepest
 

@@ -209,7 +209,7 @@ def test_a_short_cut_is_enlarged(to_s: float, columns: int) -> None:
     for figure in (link_utilisation(lines, changes), threshold_over_time(lines, changes)):
         axes = figure.axes
         assert len(axes) == columns
-        shown = [high - low for low, high in (each.get_xlim() for each in axes)]
+        shown = [high - low for low, high in (axis.get_xlim() for axis in axes)]
         assert shown[0] > 1000
         assert (to_s - 500) / shown[-1] > 0.15
         widths = [line.get_linewidth() for line in axes[-1].lines[:2]]
@@ -219,7 +219,7 @@ def test_a_short_cut_is_enlarged(to_s: float, columns: int) -> None:
 
 def test_every_policy_has_a_distinct_line_style() -> None:
     styles = [line_style(policy) for policy in BASE_S]
-    assert len(set(styles)) == len({each.colour for each in styles}) == len(styles)
+    assert len(set(styles)) == len({style.colour for style in styles}) == len(styles)
     assert line_style("somebody-elses") == line_style("somebody-elses")
 
 
@@ -372,9 +372,9 @@ def test_a_page_names_every_option_needed_to_repeat_its_results(tmp_path: Path) 
     """Profiles if not all ran, the first seed, changed assumptions; the command's own parser reads the options."""
     experiment = EXPERIMENTS["netkv-load"]
     records = [
-        msgspec.structs.replace(each, cell=msgspec.structs.replace(each.cell, seed=each.cell.seed + 3, reading=reading))
+        msgspec.structs.replace(cell, cell=msgspec.structs.replace(cell.cell, seed=cell.cell.seed + 3, reading=reading))
         for reading in ("paper+ecmp=flow",)
-        for each in sweep(experiment, profiles=("chatbot", "rag"), seeds=2)
+        for cell in sweep(experiment, profiles=("chatbot", "rag"), seeds=2)
     ]
     text = check_page(write_experiment(experiment, records, tmp_path))
     whole = "kvroute experiment netkv-load --reading paper --set ecmp=flow --profile chatbot --profile rag"
@@ -440,7 +440,7 @@ def pair(first_s: Sequence[Sequence[float]], second_s: Sequence[Sequence[float]]
 
 
 def outcome(name: str, records: Sequence[Record], claim: str) -> ExpectationFinding:
-    (finding,) = [each for each in findings(EXPERIMENTS[name], records) if claim in each.claim]
+    (finding,) = [experiment for experiment in findings(EXPERIMENTS[name], records) if claim in experiment.claim]
     return finding
 
 
@@ -466,7 +466,7 @@ def test_a_constant_lead_holds_and_a_constant_deficit_does_not(points: list[list
 
 def test_one_seed_is_never_conclusive() -> None:
     records = sweep(EXPERIMENTS["netkv-topology"], seeds=1)
-    assert {each.holds for each in findings(EXPERIMENTS["netkv-topology"], records)} == {"unclear"}
+    assert {experiment.holds for experiment in findings(EXPERIMENTS["netkv-topology"], records)} == {"unclear"}
 
 
 @pytest.mark.parametrize(

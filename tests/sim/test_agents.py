@@ -51,11 +51,11 @@ class Ids:
 def runs(chain: list[int]) -> list[int]:
     """Return run lengths: first ID, count, first ID, count, ..."""
     lengths: list[int] = []
-    for one in chain:
-        if lengths and lengths[-2] + lengths[-1] == one:
+    for block in chain:
+        if lengths and lengths[-2] + lengths[-1] == block:
             lengths[-1] += 1
         else:
-            lengths += [one, 1]
+            lengths += [block, 1]
     return lengths
 
 
@@ -94,21 +94,21 @@ def captured(line: Any) -> Any:
 
     def entry(one: Any) -> Any:
         if "sub" in one:
-            inner = [entry(each) for each in one["sub"]]
+            inner = [entry(inner_turn) for inner_turn in one["sub"]]
             return {"t": one["t"], "type": "subagent", "agent_id": "a", "duration_ms": one["dur_ms"], "requests": inner}
         pairs = zip(one["h"][::2], one["h"][1::2], strict=True)
-        ids = [each for first, length in pairs for each in range(first, first + length)]
+        ids = [number for first, length in pairs for number in range(first, first + length)]
         kept = {"t": one["t"], "in": one["in"], "out": one["out"], "type": "n", "model": "m", "hash_ids": ids}
         return kept | {"api_time": one["api"], "think_time": one["think"], "input_types": ["text"], "stop": ""}
 
-    entries = [entry(each) for each in line["req"]]
+    entries = [entry(recorded_turn) for recorded_turn in line["req"]]
     head = {"id": line["id"], "models": ["m"], "block_size": line["bs"], "tool_tokens": 9, "system_tokens": 9}
     return head | {"hash_id_scope": "local", "requests": entries}
 
 
 def written(path: Path, *sessions: Any) -> Path:
     """Write a file of these sessions."""
-    path.write_text("".join(json.dumps(each) + "\n" for each in sessions))
+    path.write_text("".join(json.dumps(session) + "\n" for session in sessions))
     return path
 
 
@@ -121,7 +121,7 @@ def agents(path: Path) -> Agents:
 
 def calls(line: Any) -> int:
     """Return the number of turns of a line, including sub-agents."""
-    return sum(len(each["sub"]) if "sub" in each else 1 for each in line["req"])
+    return sum(len(recorded_turn["sub"]) if "sub" in recorded_turn else 1 for recorded_turn in line["req"])
 
 
 @given(lines())
@@ -149,18 +149,22 @@ def test_prefixes_are_as_recorded_and_never_shared_between_sessions(
     source = agents(written(tmp_path_factory.getbasetemp() / "prefixes.jsonl", *sessions))
     for trace in (source.open_loop(seed=seed, think_max_s=think_max_s), source.closed_loop(2, seed=seed)):
         chains = {request.blocks for request in trace.requests}
-        recorded = [{tuple(_ids(each.runs)) for each in session.turns} for session in source.sessions]
-        assert len({chain for chain in chains if chain}) == sum(len(each - {()}) for each in recorded)
+        recorded = [{tuple(_ids(turn.runs)) for turn in session.turns} for session in source.sessions]
+        assert len({chain for chain in chains if chain}) == sum(
+            len(chains_of_session - {()}) for chains_of_session in recorded
+        )
         pairs = itertools.combinations(sorted(chains), 2)
         known = Counter(
-            _common(one, other) for each in recorded for one, other in itertools.combinations(sorted(each), 2)
+            _common(first, other)
+            for chains_of_session in recorded
+            for first, other in itertools.combinations(sorted(chains_of_session), 2)
         )
-        shared = Counter(_common(one, other) for one, other in pairs)
+        shared = Counter(_common(first, other) for first, other in pairs)
         assert {n: shared[n] for n in shared if n} == {n: known[n] for n in known if n}
 
 
 def _ids(pairs: tuple[tuple[int, int], ...]) -> list[int]:
-    return [each for first, length in pairs for each in range(first, first + length)]
+    return [number for first, length in pairs for number in range(first, first + length)]
 
 
 def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
@@ -176,7 +180,7 @@ def test_sessions_with_global_ids_share_them(tmp_path: Path) -> None:
     mixed = agents(written(tmp_path / "x", near, captured(other) | {"hash_id_scope": "global"}, one))
     chains = {request.blocks for request in mixed.closed_loop(3, seed=0).requests}
     assert {(1, 2, 3), (1, 2, 9)} < chains
-    assert len({each for chain in chains for each in chain}) == 4 + 3
+    assert len({block for chain in chains for block in chain}) == 4 + 3
 
 
 @given(lines(), st.integers(1, 4), st.integers(0, 5), st.sampled_from([0.0, 2.0, math.inf]))
@@ -192,12 +196,12 @@ def test_a_turn_starts_after_all_responses_that_it_needs(
     assert set(rows.state.tolist()) <= {FINISHED, REJECTED}
     assert len(trace.requests) == source.turns
     assert Counter(request.input_tokens for request in trace.requests) == Counter(
-        each.input_tokens for session in source.sessions for each in session.turns
+        turn.input_tokens for session in source.sessions for turn in session.turns
     )
     loop, ended_s = trace.loop, np.where(rows.state == REJECTED, rows.arrived_s, rows.finished_s)
     assert loop is not None
     for request, after in enumerate(loop.after):
-        ready_s = max((float(ended_s[each]) for each in after), default=0.0)
+        ready_s = max((float(ended_s[awaited]) for awaited in after), default=0.0)
         assert rows.arrived_s[request] == pytest.approx(ready_s + loop.think_s[request], abs=1e-9)
         assert rows.arrived_s[request] >= ready_s
     assert sum(not after for after in loop.after) == min(users, len(sessions))
@@ -213,9 +217,9 @@ def test_an_open_loop_keeps_the_recorded_intervals(
     trace = source.open_loop(seed=seed, think_max_s=math.inf)
     expected = {session.name: session.starts_s(math.inf, answered=True) for session in source.sessions}
     for session in source.sessions:
-        for number, each in enumerate(session.turns):
-            ends = [expected[session.name][one] + session.turns[one].answer_s for one in each.after]
-            assert all(one < number for one in each.after)
+        for number, turn in enumerate(session.turns):
+            ends = [expected[session.name][awaited] + session.turns[awaited].answer_s for awaited in turn.after]
+            assert all(awaited < number for awaited in turn.after)
             assert expected[session.name][number] >= max(ends, default=0.0)
     assert trace.requests[0].at_s == 0.0
     assert len(trace.requests) == source.turns
@@ -229,7 +233,7 @@ def test_a_main_turn_waits_for_sub_agents_that_returned(tmp_path: Path) -> None:
     ids = Ids()
     main_chain = ids.after([], 3)
     inner = [ids.after([], 2) for _ in range(3)]
-    sub = [[turn(0.0, each, api=2.0), turn(4.0, each, api=2.0, think=2.0)] for each in inner]
+    sub = [[turn(0.0, blocks, api=2.0), turn(4.0, blocks, api=2.0, think=2.0)] for blocks in inner]
     sub[1][1]["t"], sub[1][1]["api"] = 4.0, 8.0
     line = {
         "id": "s",
@@ -243,14 +247,14 @@ def test_a_main_turn_waits_for_sub_agents_that_returned(tmp_path: Path) -> None:
         ],
     }
     (session,) = agents(written(tmp_path / "x.jsonl", line)).sessions
-    assert [each.after for each in session.turns] == [(), (0,), (1,), (0,), (3,), (0,), (5,), (0, 4, 6)]
-    assert [each.think_s for each in session.turns] == [0.0, 1.0, 2.0, 0.0, 2.0, 0.0, 2.0, 4.0]
+    assert [made_turn.after for made_turn in session.turns] == [(), (0,), (1,), (0,), (3,), (0,), (5,), (0, 4, 6)]
+    assert [made_turn.think_s for made_turn in session.turns] == [0.0, 1.0, 2.0, 0.0, 2.0, 0.0, 2.0, 4.0]
     assert session.starts_s(math.inf, answered=True) == [0.0, 5.0, 9.0, 4.0, 8.0, 4.0, 8.0, 20.0]
     assert session.starts_s(0.0, answered=False) == [0.0] * 8
     absolute = captured(line)
     for entry in absolute["requests"]:
-        for each in entry.get("requests", ()):
-            each["t"] += entry["t"] - (entry["duration_ms"] or 0) / 1e3
+        for request in entry.get("requests", ()):
+            request["t"] += entry["t"] - (entry["duration_ms"] or 0) / 1e3
     assert agents(written(tmp_path / "raw.json", absolute)).sessions == (session,)
 
 
@@ -380,7 +384,7 @@ def test_recorded_sessions_of_coding_agents_have_the_published_statistics() -> N
     session ends with the results of 2. A cache without limit has the given share of the tokens of 3,000 calls."""
     source = agents(RECORDED)
     assert (len(source.sessions), source.turns) == (710, 49_334)
-    joins = [len(each.after) - 1 for session in source.sessions for each in session.turns if each.after]
+    joins = [len(turn.after) - 1 for session in source.sessions for turn in session.turns if turn.after]
     assert sum(joins) == 63 - 4 - 2
     assert source.remarks == ()
     statistics = source.closed_loop(20, seed=0, turns=3_000).statistics()

@@ -84,4 +84,4 @@ def test_replicas_forget_what_has_ended() -> None:
     for ticket in tickets:
         replicas.finish(ticket)
     replicas.finish(replicas.start(0.0, 0, 0.0)[0])
-    assert [float(each.loads.outstanding_bytes.max()) for each in schedulers] == [0.0, 0.0]
+    assert [float(scheduler.loads.outstanding_bytes.max()) for scheduler in schedulers] == [0.0, 0.0]

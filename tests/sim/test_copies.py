@@ -215,7 +215,7 @@ def test_a_second_request_waits_for_a_copy_in_flight(tmp_path: Path) -> None:
         run, records = simulated(tmp_path / "log", (*home, *questions), POOL, assumed)
         rows, cluster = run.outcomes, sites()
         waited = [d for r in records for d in r.decisions if isinstance(d, Prefill) and d.copy_id]
-        assert [(one.request_id, one.instance) for one in waited] == [(4, "p1"), (5, "p1")]
+        assert [(copy.request_id, copy.instance) for copy in waited] == [(4, "p1"), (5, "p1")]
         assert [cluster.instances[int(source)].name for source in rows.source[4:]] == ["p1", "p1"]
         ends = [r.event for r in records if isinstance(r.event, CopyFinished)]
         assert run.summary.copied_prefixes.transfers == 1

@@ -254,9 +254,9 @@ def test_a_gateways_log_explains_each_attempt(live_log: Path, kvroute: Kvroute) 
     assert "bit for bit" in kvroute("replay", str(live_log))[0]
     out, _ = kvroute("explain", str(live_log), "7", "--json")
     tries = msgspec.json.decode(out)["decisions"]
-    assert [one["kind"] for one in tries] == ["prefill"] * 3
-    assert [one["event"] for one in tries] == ["arrived", "prefill_failed", "prefill_failed"]
-    ruled_out = [{row["name"]: row["ruled_out"] for row in one["candidates"]} for one in tries]
+    assert [attempt["kind"] for attempt in tries] == ["prefill"] * 3
+    assert [attempt["event"] for attempt in tries] == ["arrived", "prefill_failed", "prefill_failed"]
+    ruled_out = [{row["name"]: row["ruled_out"] for row in attempt["candidates"]} for attempt in tries]
     assert ruled_out[0] == {"prefill0": None, "prefill1": None}
     assert ruled_out[1] == {name: "failed" if name == tries[0]["chosen"] else None for name in ruled_out[0]}
     table, _ = kvroute("explain", str(live_log), "7")

@@ -90,9 +90,11 @@ def test_requests_that_would_be_late_are_refused_and_the_others_are_in_time(
     assert in_time > gain * int((direct.outcomes.ttft_s <= 2.0).sum())
     records = list(read_log(path)[1])
     decided = [decision for record in records for decision in record.decisions]
-    assert sum(isinstance(each, Reject) and each.ttft_s is not None for each in decided) == counts.rejected
-    placed = [each for each in decided if isinstance(each, Prefill | Decode) and each.ttft_s is not None]
-    predicted = {each.request_id: each.ttft_s for each in placed}
+    assert sum(isinstance(decision, Reject) and decision.ttft_s is not None for decision in decided) == counts.rejected
+    placed = [
+        decision for decision in decided if isinstance(decision, Prefill | Decode) and decision.ttft_s is not None
+    ]
+    predicted = {decision.request_id: decision.ttft_s for decision in placed}
     actual = {e.event.request_id: e.event.ttft_s for e in records if isinstance(e.event, Finished)}
     ratios = [seconds / (predicted[number] or 1.0) for number, seconds in actual.items() if seconds is not None]
     assert len(ratios) == counts.finished

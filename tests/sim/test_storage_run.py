@@ -44,8 +44,8 @@ CLUSTER = StorageCluster(
 
 def trajectories(*turns: list[tuple[int, int]]) -> Trajectories:
     """Return trajectories of (appended, generated) turns."""
-    flat = [turn for each in turns for turn in each]
-    start = np.concatenate([[0], np.cumsum([len(each) for each in turns])])
+    flat = [turn for session in turns for turn in session]
+    start = np.concatenate([[0], np.cumsum([len(session) for session in turns])])
     appended, generated = np.array(flat).T
     return Trajectories.growing(appended.copy(), generated.copy(), start)
 
@@ -176,7 +176,7 @@ def test_a_quota_divides_a_long_prompt_into_chunks() -> None:
 def test_an_agent_pauses_before_each_turn() -> None:
     made = trajectories([(1000, 30), (500, 11)])
     waiting = replace(made, think_s=np.array([3.0, 10.0]))
-    without, with_pauses = (run_agents(agents(each, 1, ABLATION["layerwise"])) for each in (made, waiting))
+    without, with_pauses = (run_agents(agents(sessions, 1, ABLATION["layerwise"])) for sessions in (made, waiting))
     assert with_pauses.end_s == pytest.approx(without.end_s + 13.0)
     assert with_pauses.ttft_s == pytest.approx(without.ttft_s, rel=1e-5)
 

@@ -71,7 +71,7 @@ def logged(folder: Path, reads: str, trace: Trace, buffer: str = "80 GB") -> tup
     _, records = read_log(path)
     read = list(records)
     assert all(decisions_equal(record.decisions, again) for record, again in replay(SPEC.build(here), iter(read)))
-    return done, [record.event for record in read], [each for record in read for each in record.decisions]
+    return done, [record.event for record in read], [decision for record in read for decision in record.decisions]
 
 
 @pytest.mark.parametrize("reads", READS)
@@ -79,7 +79,7 @@ def test_bytes_and_events_agree_with_the_decisions(tmp_path: Path, reads: str) -
     """Every part is read once, and its bytes cross the storage NICs; what is written was not stored before."""
     trace = agents(8, 4)
     done, events, decisions = logged(tmp_path, reads, trace)
-    store, orders = done.summary.store, [each for each in decisions if isinstance(each, ReadKv)]
+    store, orders = done.summary.store, [decision for decision in decisions if isinstance(decision, ReadKv)]
     assert store is not None
     assert store.reads == len(orders) > 0
     by_side = dict.fromkeys(("prefill", "decode"), 0.0)
@@ -175,8 +175,8 @@ def test_a_planned_decode_sends_only_what_its_instance_lacks_when_it_is_due(tmp_
     buffer of its node has what that node has read."""
     _, events, decisions = logged(tmp_path, reads, agents(6, 4))
     due = {event.request_id for event in events if isinstance(event, PrefillFinished)}
-    orders = {each.request_id: each for each in decisions if isinstance(each, ReadKv)}
-    planned = [each for each in decisions if isinstance(each, Decode) and each.request_id in orders]
+    orders = {decision.request_id: decision for decision in decisions if isinstance(decision, ReadKv)}
+    planned = [decision for decision in decisions if isinstance(decision, Decode) and decision.request_id in orders]
     assert planned
     for decode in planned:
         assert decode.request_id in due
@@ -222,7 +222,7 @@ def test_the_bandwidth_of_the_whole_store_limits_all_nodes_together(reads: str) 
 def test_a_turn_reads_the_blocks_that_the_decode_before_it_filled(tmp_path: Path, output: int) -> None:
     """The KV of the last output token is never computed, so its block is full one token later."""
     _, _, decisions = logged(tmp_path, "shorter", agents(6, 4, output=output))
-    orders = {each.request_id: each for each in decisions if isinstance(each, ReadKv)}
+    orders = {decision.request_id: decision for decision in decisions if isinstance(decision, ReadKv)}
     assert len(orders) > 6
     for number, order in orders.items():
         before = 16_000 + (number // 6 - 1) * (160 + output)

@@ -60,9 +60,9 @@ def test_a_lost_packet_without_later_ones_costs_at_least_the_least_wait() -> Non
 def test_results_of_later_packets_make_a_worker_send_again_at_once() -> None:
     """One of 40 packets is lost, and later ones of its window are not: no worker waits for its timer of 1 ms."""
     lossless = run(3, 16, 40)
-    found = [one for one in (run(3, 16, 40, loss=0.005, seed=seed) for seed in range(20)) if one.sent_again]
+    found = [outcome for outcome in (run(3, 16, 40, loss=0.005, seed=seed) for seed in range(20)) if outcome.sent_again]
     assert found
-    soon = [one for one in found if one.seconds < lossless.seconds + 0.5e-3]
+    soon = [outcome for outcome in found if outcome.seconds < lossless.seconds + 0.5e-3]
     assert len(soon) > len(found) / 2
 
 

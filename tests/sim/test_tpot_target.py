@@ -14,7 +14,7 @@ TPOT_S = 0.05
 
 
 def p99_tpot_s(number: int, **parameters: float) -> float:
-    (case,) = [one for one in NETWORK_CASES.values() if one.number == number]
+    (case,) = [network_case for network_case in NETWORK_CASES.values() if network_case.number == number]
     spec = ControlSpec(decode="foresight-joint", parameters=parameters)
     rows = simulate(network_cluster(case), network_trace(case, 0), spec, SimSpec()).outcomes
     some = rows.output_tokens > 1

@@ -75,13 +75,13 @@ def test_drawn_prefixes_keep_lengths_and_are_shared_only_within_groups(
             before.output_tokens,
         )
         assert len(after.blocks) == before.input_tokens // 16
-    for number, one in enumerate(drawn):
+    for number, request in enumerate(drawn):
         for other in drawn[:number]:
-            together = one.group is not None and one.group == other.group
-            reach = min(int(shared * request.input_tokens / 16) for request in (one, other))
-            common = min(reach, len(one.blocks), len(other.blocks)) if together else 0
-            assert one.blocks[:common] == other.blocks[:common]
-            assert not set(one.blocks[common:]) & set(other.blocks)
+            together = request.group is not None and request.group == other.group
+            reach = min(int(shared * request.input_tokens / 16) for request in (request, other))
+            common = min(reach, len(request.blocks), len(other.blocks)) if together else 0
+            assert request.blocks[:common] == other.blocks[:common]
+            assert not set(request.blocks[common:]) & set(other.blocks)
 
 
 @given(st.integers(0, 1_000), st.sampled_from([0.0, 0.1, 0.7, 1.0]))

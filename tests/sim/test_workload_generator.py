@@ -139,8 +139,10 @@ def test_each_profile_resembles_its_part_of_the_real_trace(profile: str) -> None
     """The mean of the seeds is compared with the real rows: how many match, and how much of them can be reused."""
     theirs = apply_profile(real(), PROFILES[profile]).statistics()
     ours = [apply_profile(generated(seed), PROFILES[profile]).statistics() for seed in SEEDS]
-    assert np.mean([one.requests for one in ours]) == pytest.approx(theirs.requests, rel=0.03)
-    assert np.mean([one.reused_block_share for one in ours]) == pytest.approx(theirs.reused_block_share, abs=0.05)
+    assert np.mean([statistics.requests for statistics in ours]) == pytest.approx(theirs.requests, rel=0.03)
+    assert np.mean([statistics.reused_block_share for statistics in ours]) == pytest.approx(
+        theirs.reused_block_share, abs=0.05
+    )
 
 
 def test_the_real_trace_has_the_published_statistics() -> None:

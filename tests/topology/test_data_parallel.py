@@ -59,8 +59,8 @@ def test_each_rank_is_an_instance_with_its_own_gpus_and_ports() -> None:
 
 def test_the_bootstrap_server_of_mooncake_is_that_of_all_ranks() -> None:
     text = FILE.replace("bootstrap: 10.0.0.1:7100", "bootstrap: 10.0.0.1:8998\n      protocol: mooncake")
-    endpoints = [each.endpoint for each in parse(text).instances if each.engine == "p"]
-    assert {each.bootstrap for each in endpoints if each is not None} == {"10.0.0.1:8998"}
+    endpoints = [instance.endpoint for instance in parse(text).instances if instance.engine == "p"]
+    assert {endpoint.bootstrap for endpoint in endpoints if endpoint is not None} == {"10.0.0.1:8998"}
 
 
 def test_the_written_out_file_gives_the_same_cluster() -> None:
@@ -74,14 +74,14 @@ def test_counts_have_ranks_too() -> None:
     head = FILE.partition("instances:")[0]
     found = parse(f"{head}instances: {{prefill: 2, decode: 1, tp: 1, dp: 4}}\n").instances
     assert len(found) == 12
-    assert {each.server for each in found} == {"prefill0", "prefill1", "decode0"}
-    assert all(len(each.gpus) == 1 for each in found)
+    assert {instance.server for instance in found} == {"prefill0", "prefill1", "decode0"}
+    assert all(len(instance.gpus) == 1 for instance in found)
 
 
 def test_an_address_is_that_of_an_engine() -> None:
     cluster = parse(FILE)
     placed = with_endpoints(cluster.file, ["d=http://10.0.0.9:8000", "f=http://10.0.0.8:8000"], "vllm")
-    urls = {each.name: each.endpoint.url for each in placed.instances if each.endpoint is not None}  # type: ignore[union-attr]
+    urls = {instance.name: instance.endpoint.url for instance in placed.instances if instance.endpoint is not None}  # type: ignore[union-attr]
     assert urls["d_dp0"] == urls["d_dp1"] == "http://10.0.0.9:8000"
     assert urls["f"] == "http://10.0.0.8:8000"
 

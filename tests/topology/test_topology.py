@@ -352,8 +352,8 @@ def test_simulated_transfers_see_the_efficiency() -> None:
     file = expand(load(EXAMPLES / "fat-tree-64gpu.yaml").file)
     requests = generate(40, seed=2)
     whole, less, smaller = (
-        _without_wall_time(simulate(build(each), requests, ControlSpec(decode="foresight"), SimSpec()).summary)
-        for each in (file, _with_cards(file, efficiency=0.05), _with_cards(file, capacity=0.05))
+        _without_wall_time(simulate(build(cluster_file), requests, ControlSpec(decode="foresight"), SimSpec()).summary)
+        for cluster_file in (file, _with_cards(file, efficiency=0.05), _with_cards(file, capacity=0.05))
     )
     assert less == smaller
     slow_s, fast_s = less.transfer_s.mean, whole.transfer_s.mean

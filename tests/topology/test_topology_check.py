@@ -121,7 +121,9 @@ def test_consequences_of_an_error_of_form_are_not_reported(data: st.DataObject) 
     problems = problems_of(changed)
     missing = [problem for problem in problems if "is missing" in problem.what]
     here = text.count("\n", 0, start) + 1
-    assert {problem.line for problem in problems if problem not in missing} == {here}, [str(each) for each in problems]
+    assert {problem.line for problem in problems if problem not in missing} == {here}, [
+        str(problem) for problem in problems
+    ]
     assert len(missing) <= 1
 
 

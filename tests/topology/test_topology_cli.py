@@ -231,7 +231,7 @@ def test_a_draft_contains_every_address_once(prefill: list[int], decode: list[in
     text = draft("drafted", urls["prefill"], urls["decode"], model="llama-3-8b", tp=tp, gpus_per_node=32)
     cluster = parse(text, where="draft")
     named = {(i.role, i.endpoint.url if i.endpoint else "") for i in cluster.instances}
-    assert named == {(role, url) for role, each in urls.items() for url in each}
+    assert named == {(role, url) for role, urls_of_role in urls.items() for url in urls_of_role}
     host_of: dict[str, set[str]] = {i.node: set() for i in cluster.instances}
     for instance in cluster.instances:
         assert instance.endpoint is not None
@@ -308,7 +308,7 @@ def test_expand_turns_a_simulated_cluster_into_one_that_can_be_served(how: str, 
     ended = runner.invoke(app, ["expand", SIMULATED, *options, "--out", str(out)])
     assert (ended.exit_code, ended.stdout) == (0, f"wrote {out}; next: {own_command()} serve {out}\n")
     made = load(out)
-    urls = {each.name: each.endpoint.url for each in made.instances if each.endpoint}
+    urls = {instance.name: instance.endpoint.url for instance in made.instances if instance.endpoint}
     assert urls == dict(zip(order, ADDRESSES, strict=True))
     assert made.links == load(SIMULATED).links
     assert runner.invoke(app, ["check", str(out)]).exit_code == 0

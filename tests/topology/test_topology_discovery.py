@@ -55,13 +55,13 @@ ENGINES = st.lists(
         PLACES,
         st.sampled_from(["prefill", "decode", "both"]),
     ),
-    unique_by=lambda each: each.name,
+    unique_by=lambda engine: engine.name,
 )
 
 
 def joined(base: Cluster, *engines: Discovered) -> tuple[Joined, ...]:
     """Return the engines with their GPUs; all must be accepted."""
-    found, refused = admitted(base, {}, sorted(engines, key=lambda each: each.name))
+    found, refused = admitted(base, {}, sorted(engines, key=lambda engine: engine.name))
     assert not refused
     return found
 
@@ -70,7 +70,7 @@ def joined(base: Cluster, *engines: Discovered) -> tuple[Joined, ...]:
 def test_the_order_of_joining_does_not_matter(engines: list[Discovered], chance: object) -> None:
     """The same members give the same cluster, and any two instances have a tier of their places."""
     base = parse(BASE)
-    found, _ = admitted(base, {}, sorted(engines, key=lambda each: each.name))
+    found, _ = admitted(base, {}, sorted(engines, key=lambda engine: engine.name))
     shuffled = list(found)
     chance.shuffle(shuffled)  # type: ignore[attr-defined]
     one, other = grown(base, found), grown(base, shuffled)
@@ -95,10 +95,10 @@ def test_the_order_of_joining_does_not_matter(engines: list[Discovered], chance:
 def test_no_two_engines_share_a_gpu(engines: list[Discovered]) -> None:
     """However many join; those without room are refused."""
     base = parse(BASE.replace("gpus: 16", "gpus: 4"))
-    found, refused = admitted(base, {}, sorted(engines, key=lambda each: each.name))
+    found, refused = admitted(base, {}, sorted(engines, key=lambda engine: engine.name))
     gpus = [gpu for instance in grown(base, found).instances for gpu in instance.gpus]
     assert len(set(gpus)) == len(gpus) == 2 * len(found)
-    assert {each.engine.name for each in found} | refused.keys() == {each.name for each in engines}
+    assert {joined.engine.name for joined in found} | refused.keys() == {joined.name for joined in engines}
     assert all("GPUs" in why for why in refused.values())
 
 
@@ -106,7 +106,7 @@ def test_an_engine_that_stays_keeps_its_gpus() -> None:
     """A new engine takes the first free ones, also if its name comes first."""
     base = parse(BASE)
     first = joined(base, engine("m"), engine("z"))
-    present = {each.engine.name: each for each in first[1:]}
+    present = {member.engine.name: member for member in first[1:]}
     (new,), _ = admitted(base, present, [engine("a")])
     assert (first[0].gpus, first[1].gpus, new.gpus) == ((0, 1), (2, 3), (0, 1))
 
@@ -173,7 +173,7 @@ def test_why_an_engine_cannot_join(change: dict[str, object], why: str) -> None:
     wrong = msgspec.structs.replace(plain, **change)
     fine = msgspec.structs.replace(engine("other"), place=Place(node="node1"))
     found, refused = admitted(base, present, [wrong, fine])
-    assert [each.engine.name for each in found] == ["other"]
+    assert [joined.engine.name for joined in found] == ["other"]
     assert why in refused[wrong.name]
 
 
@@ -296,8 +296,8 @@ def test_the_ranks_of_an_engine_share_its_address() -> None:
     found, refused = admitted(base, {}, [*ranks, thief])
     assert refused == {"thief": f"{whole.endpoint.url} is already the endpoint of e"}
     cluster = grown(base, found)
-    instances = {each.name: each for each in cluster.instances if each.engine}
+    instances = {instance.name: instance for instance in cluster.instances if instance.engine}
     assert list(instances) == ["e_dp0", "e_dp1", "e_dp2"]
-    assert [each.rank for each in instances.values()] == [0, 1, 2]
-    assert [each.gpus for each in instances.values()] == [("node1/0",), ("node1/1",), ("node1/2",)]
-    assert {each.ep_group for each in instances.values()} == {"e"}
+    assert [instance.rank for instance in instances.values()] == [0, 1, 2]
+    assert [instance.gpus for instance in instances.values()] == [("node1/0",), ("node1/1",), ("node1/2",)]
+    assert {instance.ep_group for instance in instances.values()} == {"e"}

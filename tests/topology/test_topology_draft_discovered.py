@@ -37,7 +37,7 @@ ENGINES = st.lists(
         st.sampled_from([None, 1, 4, 16]),
         st.booleans(),
     ),
-    unique_by=lambda each: each.name,
+    unique_by=lambda engine: engine.name,
     max_size=6,
 )
 BOTH = Discovered(
@@ -48,29 +48,29 @@ BOTH = Discovered(
 @given(ENGINES)
 def test_the_file_can_be_served_and_has_every_engine(found: list[Discovered]) -> None:
     """With its role, address, model and degree; two on one node share it, and so on for the listed levels."""
-    engines = sorted([*found, BOTH], key=lambda each: each.name)
+    engines = sorted([*found, BOTH], key=lambda engine: engine.name)
     text, refused = draft_discovered("live", engines, model="llama-3-70b", tp=2)
-    roles = {each.role for each in found}
+    roles = {engine.role for engine in found}
     alone = {"prefill": "decode" not in roles, "decode": "prefill" not in roles, "both": False}
-    assert refused.keys() == {each.name for each in engines if alone[each.role]}
+    assert refused.keys() == {engine.name for engine in engines if alone[engine.role]}
     assert all("engine has its model and protocol" in why for why in refused.values())
-    engines = [each for each in engines if not alone[each.role]]
+    engines = [engine for engine in engines if not alone[engine.role]]
     cluster, _ = deployment_of(text, "live.yaml", environ=None)
     assert cluster.file.discovery is None
-    by_name = {each.name: each for each in cluster.instances}
-    assert by_name.keys() == {each.name for each in engines}
-    for each in engines:
-        instance = by_name[each.name]
-        assert (instance.role, instance.endpoint, instance.model) == (each.role, each.endpoint, each.model)
-        assert len(instance.gpus) == (each.tp or 2)
+    by_name = {written.name: written for written in cluster.instances}
+    assert by_name.keys() == {engine.name for engine in engines}
+    for placed in engines:
+        instance = by_name[placed.name]
+        assert (instance.role, instance.endpoint, instance.model) == (placed.role, placed.endpoint, placed.model)
+        assert len(instance.gpus) == (placed.tp or 2)
         assert instance.kv_capacity_bytes == 40e9 * len(instance.gpus)
-        assert instance.node == each.place.node
-    for one in engines:
+        assert instance.node == placed.place.node
+    for placed in engines:
         for other in engines:
-            tier = int(cluster.tier[cluster.index(one.name), cluster.index(other.name)])
-            if one.place.node == other.place.node:
+            tier = int(cluster.tier[cluster.index(placed.name), cluster.index(other.name)])
+            if placed.place.node == other.place.node:
                 assert tier == SAME_NODE
-            elif by_name[one.name].rack and by_name[one.name].rack == by_name[other.name].rack:
+            elif by_name[placed.name].rack and by_name[placed.name].rack == by_name[other.name].rack:
                 assert tier == SAME_RACK
             else:
                 assert SAME_RACK < tier <= CROSS_DATACENTER
@@ -82,7 +82,7 @@ def test_an_example() -> None:
     text, _ = draft_discovered("live", found, model="llama-3-70b", tp=2, gpus_per_node=4, nic_bytes_per_s=50e9)
     cluster = parse(text)
     racks = {rack.name: rack.uplinks for rack in cluster.file.racks}
-    assert {name: (each.count, float(each.bytes_per_s)) for name, each in racks.items() if each} == {
+    assert {name: (rack.count, float(rack.bytes_per_s)) for name, rack in racks.items() if rack} == {
         "rack0": (8, 50e9),
         "rack1": (4, 50e9),
     }

@@ -99,7 +99,7 @@ def test_more_background_on_the_own_links_of_an_option_never_makes_it_chosen(
     """An option that is not chosen stays so when other traffic on links that no other option uses grows."""
     choices = groups[0]
     number %= len(choices)
-    others = {link for each, choice in enumerate(choices) if each != number for link in choice.option.links.tolist()}
+    others = {link for group, choice in enumerate(choices) if group != number for link in choice.option.links.tolist()}
     heavier = list(background)
     for link in set(choices[number].option.links.tolist()) - others:
         heavier[link] = max(background[link], more)

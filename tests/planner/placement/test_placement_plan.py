@@ -122,14 +122,16 @@ def test_a_large_placement_is_simulated_in_part(tmp_path: Path) -> None:
 def test_the_cluster_file_is_read_back(planned: Planned) -> None:
     """GPUs, parallelism, memory and times of every instance survive the file."""
     cluster = parse(cluster_file(planned.problem, planned.instances).to_yaml())
-    for each in planned.instances:
-        instance = cluster.instances[cluster.index(each.name)]
+    for planned_instance in planned.instances:
+        instance = cluster.instances[cluster.index(planned_instance.name)]
         nodes = [node.name for node in planned.problem.cluster.places.nodes]
-        assert instance.gpus == tuple(f"{nodes[node]}/{gpu}" for node, gpu in each.instance.gpus)
-        assert (instance.tp, instance.pp) == (each.instance.split.tp, each.instance.split.pp)
+        assert instance.gpus == tuple(f"{nodes[node]}/{gpu}" for node, gpu in planned_instance.instance.gpus)
+        assert (instance.tp, instance.pp) == (planned_instance.instance.split.tp, planned_instance.instance.split.pp)
         tokens = instance.kv_capacity_bytes / planned.problem.model.kv_bytes_per_token
-        assert tokens == pytest.approx(each.instance.roofline.kv_tokens())
-        assert cluster.timing[instance.timing].decode.base_s == pytest.approx(each.instance.times().decode.base_s)
+        assert tokens == pytest.approx(planned_instance.instance.roofline.kv_tokens())
+        assert cluster.timing[instance.timing].decode.base_s == pytest.approx(
+            planned_instance.instance.times().decode.base_s
+        )
 
 
 def test_names_of_the_file_are_not_used_again(planned: Planned, tmp_path: Path) -> None:
@@ -139,13 +141,13 @@ def test_names_of_the_file_are_not_used_again(planned: Planned, tmp_path: Path) 
         "            {name: d, role: decode, gpus: 'a0:1', model: opt-13b, kv_capacity: 4 GB}]\n"
     )
     problem = problem_of(tmp_path, text, "opt-66b", 2.5, 0.15)
-    names = [each.name for each in named(problem, planned.placement.prefill, planned.placement.decode)]
+    names = [placed.name for placed in named(problem, planned.placement.prefill, planned.placement.decode)]
     assert names == ["prefill-1", "decode-0"]
 
 
 def test_a_group_over_two_servers_has_a_command_for_each(planned: Planned) -> None:
     """Both name the first server as master; only the first one serves HTTP."""
-    each = next(each for each in planned.instances if each.instance.servers == 2)
+    each = next(instance for instance in planned.instances if instance.instance.servers == 2)
     first, second = launch_commands(planned.problem, each)
     nodes = [planned.problem.cluster.places.nodes[node].name for node, _ in each.instance.gpus]
     for command in (first, second):
@@ -161,9 +163,9 @@ def test_a_group_over_two_servers_has_a_command_for_each(planned: Planned) -> No
 def test_gpu_ranges_are_those_of_the_instance(planned: Planned) -> None:
     entries = cluster_file(planned.problem, planned.instances).instances
     assert isinstance(entries, list)
-    for entry, each in zip(entries, planned.instances, strict=True):
-        assert len(gpu_list(entry.gpus)) == len(each.instance.gpus)
-        assert entry.gpus.count(",") + 1 <= each.instance.servers
+    for entry, planned_instance in zip(entries, planned.instances, strict=True):
+        assert len(gpu_list(entry.gpus)) == len(planned_instance.instance.gpus)
+        assert entry.gpus.count(",") + 1 <= planned_instance.instance.servers
 
 
 def test_a_plan_without_simulation_has_none(tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ def test_the_simulation_uses_the_policies_of_the_files_gateway(tmp_path: Path) -
     file = tmp_path / "mine.yaml"
     command = ["plan", "placement", str(file), *COMMAND[3:], "--json"]
     file.write_text(TESTBED.read_text() + "gateway: {policy: {token_delay_price: 0}}\n")
-    plain, own = (json.loads(run(*each).stdout) for each in ([*COMMAND, "--json"], command))
+    plain, own = (json.loads(run(*arguments).stdout) for arguments in ([*COMMAND, "--json"], command))
     assert own["phases"] == plain["phases"]
     assert own["simulated"]["ttft_s"] != plain["simulated"]["ttft_s"]
     file.write_text(TESTBED.read_text() + "gateway: {policy: netcv}\n")

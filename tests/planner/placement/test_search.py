@@ -24,7 +24,7 @@ def partitions(left: tuple[int, ...], size: int, count: int) -> Iterator[list[tu
     if count == 0:
         yield []
         return
-    for taken in product(*(range(min(each, size) + 1) for each in left)):
+    for taken in product(*(range(min(free_gpus, size) + 1) for free_gpus in left)):
         if sum(taken) == size:
             rest = tuple(a - b for a, b in zip(left, taken, strict=True))
             for others in partitions(rest, size, count - 1):
@@ -45,7 +45,7 @@ def numbered(plan: Sequence[tuple[int, ...]], start: list[int]) -> list[Shards]:
 def exhaustive_per_s(problem: PlacementProblem, servers: int, gpus: int) -> float:
     """The highest rate over all parallelisms without pipeline, all numbers of instances and all groups."""
     trial, kind, best = Search(problem, "milp"), problem.kinds[0], 0.0
-    splits = [each for each in possible_splits(problem, kind) if each.pp == 1]
+    splits = [possible for possible in possible_splits(problem, kind) if possible.pp == 1]
 
     def instances(phase: str, split: Parallelism, groups: Sequence[Shards]) -> list[PlacedInstance]:
         return trial.builder.chained(phase, kind, split, groups)  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ def exhaustive_per_s(problem: PlacementProblem, servers: int, gpus: int) -> floa
             for plan in partitions((gpus,) * servers, prefill.tp, count):
                 start = [0] * servers
                 first = instances("prefill", prefill, numbered(plan, start))
-                if not any(isolated_per_s(problem, one) for one in first):
+                if not any(isolated_per_s(problem, instance) for instance in first):
                     continue
                 for second in partitions(tuple(gpus - used for used in start), decode.tp, others):
                     groups = numbered(second, list(start))
@@ -94,7 +94,7 @@ def test_bounds_are_above_the_rates(small: tuple[PlacementProblem, Found]) -> No
 
 def test_the_bound_of_a_candidate_is_above_its_rate(small: tuple[PlacementProblem, Found]) -> None:
     trial = Search(small[0], "milp")
-    for candidate in sorted(trial.candidates(), key=lambda each: -each.bound_per_s)[:6]:
+    for candidate in sorted(trial.candidates(), key=lambda choice: -choice.bound_per_s)[:6]:
         for placed in trial.placements(candidate):
             assert placed.rate_per_s <= candidate.bound_per_s * (1 + 1e-9)
 
@@ -107,7 +107,7 @@ def test_the_required_share_is_met_at_the_rate(small: tuple[PlacementProblem, Fo
 
 def test_every_gpu_is_used_at_most_once(small: tuple[PlacementProblem, Found]) -> None:
     for placed in small[1].evaluated:
-        used = [gpu for one in (*placed.prefill, *placed.decode) for gpu in one.gpus]
+        used = [gpu for instance in (*placed.prefill, *placed.decode) for gpu in instance.gpus]
         assert len(used) == len(set(used)) <= 16
 
 
@@ -141,7 +141,7 @@ def test_the_testbed_of_the_publication(tmp_path: Path) -> None:
     """OPT-66B needs more than the four GPUs of a server: groups or pipelines span two servers."""
     problem = problem_of(tmp_path, TESTBED.read_text(), "opt-66b", 2.5, 0.15)
     found = search(problem).best
-    assert {one.servers for one in (*found.prefill, *found.decode)} == {2}
+    assert {instance.servers for instance in (*found.prefill, *found.decode)} == {2}
     assert found.gpus <= 16
 
 
@@ -152,7 +152,7 @@ def test_instances_of_the_file_keep_their_gpus(tmp_path: Path) -> None:
     )
     problem = problem_of(tmp_path, text)
     found = search(problem).best
-    nodes = {node for one in (*found.prefill, *found.decode) for node, _ in one.gpus}
+    nodes = {node for instance in (*found.prefill, *found.decode) for node, _ in instance.gpus}
     assert nodes == {1}
     assert "4 more are used by the file's instances" in problem.choices[0]
 
@@ -160,7 +160,7 @@ def test_instances_of_the_file_keep_their_gpus(tmp_path: Path) -> None:
 def test_kinds_keep_to_their_roles(tmp_path: Path) -> None:
     text = TESTBED.read_text().replace('nodes: "v*",', 'nodes: "v*", role: decode,')
     found = search(problem_of(tmp_path, text, "opt-66b", 2.5, 0.15)).best
-    assert {one.roofline.kind.name for one in found.prefill} == {"a100"}
+    assert {prefill_engine.roofline.kind.name for prefill_engine in found.prefill} == {"a100"}
 
 
 @pytest.mark.parametrize(

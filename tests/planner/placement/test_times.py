@@ -33,7 +33,9 @@ def test_groups_use_the_schemes_of_the_file(tmp_path: Path) -> None:
     assert only.schemes == ("ring", "hierarchical-ring")
     everything = problem_of(tmp_path, text)
     assert everything.schemes == SCHEMES
-    few, all_of = (AllReduceTimes(one.cluster, Aggregation(), 2.0, one.schemes).of(group) for one in (only, everything))
+    few, all_of = (
+        AllReduceTimes(problem.cluster, Aggregation(), 2.0, problem.schemes).of(group) for problem in (only, everything)
+    )
     assert set(few) == {"ring", "hierarchical-ring"}
     assert set(all_of) == set(SCHEMES)
     assert few["ring"].seconds(1e7) > few["hierarchical-ring"].seconds(1e7)
