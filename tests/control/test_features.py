@@ -89,7 +89,9 @@ def test_a_request_that_starts_again_does_not_keep_the_predictions_of_its_first_
     """Its pair would have waited for another prompt. Then one instance serves it, and its wait was not predicted."""
     control = ControlSpec().build(cluster_of("vp0", "vp1", "vd2"))
     lengths = (200, 200, 4_000, 1_000, 4_000, 4_000, 1_000)
-    decisions = [control.handle(Arrived(0.01 * each, request(each, tokens))) for each, tokens in enumerate(lengths)]
+    decisions = [
+        control.handle(Arrived(0.01 * number, request(number, tokens))) for number, tokens in enumerate(lengths)
+    ]
     (pair,) = decisions[-1]
     assert isinstance(pair, Prefill)
     assert pair.terms is not None

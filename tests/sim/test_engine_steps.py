@@ -77,8 +77,8 @@ def test_steps_and_times_are_those_of_the_reference(spec: EngineSpec, drawn: lis
     recorder = Recorder(steps)
     run_engine(spec, recorder, fast)
     assert recorder.works == SlowEngine(spec, steps).run(slow)
-    assert [(one.first_token_s, one.ended_s, one.preemptions) for one in fast] == [
-        (one.first_token_s, one.ended_s, one.preemptions) for one in slow
+    assert [(request.first_token_s, request.ended_s, request.preemptions) for request in fast] == [
+        (request.first_token_s, request.ended_s, request.preemptions) for request in slow
     ]
 
 
@@ -89,7 +89,7 @@ def test_all_blocks_are_free_at_the_end(spec: EngineSpec, drawn: list[tuple[int,
     engine, works = served(spec, requests)
     assert engine.ranks[0].used_blocks == engine.ranks[0].running == 0
     assert all(work.tokens <= spec.step_tokens for work in works)
-    assert all(one.ended_s is not None and one.first_token_s is not None for one in requests)
+    assert all(request.ended_s is not None and request.first_token_s is not None for request in requests)
 
 
 def test_a_step_computes_prompts_beside_requests_that_decode() -> None:
@@ -131,7 +131,7 @@ def test_the_last_token_of_a_cached_prompt_is_computed() -> None:
     requests = [request(0, 0.0, 9, 1, "ab"), request(1, 5.0, 8, 1, "ab"), request(2, 9.0, 9, 1, "ab")]
     _, works = served(spec, requests)
     assert [work.prompts for work in works] == [((0, 9),), ((4, 4),), ((8, 1),)]
-    assert [one.cached_tokens for one in requests] == [0, 4, 8]
+    assert [request.cached_tokens for request in requests] == [0, 4, 8]
 
 
 def test_the_longest_free_block_is_taken_first_and_its_content_is_lost() -> None:
@@ -172,7 +172,7 @@ def test_a_client_gives_up_and_the_engine_drops_its_request() -> None:
     spec = EngineSpec(blocks=100, requests_max=1, asynchronous=False)
     requests = [request(0, 0.0, 4, 9), request(1, 1.0, 4, 3), request(2, 4.5, 4, 1)]
     engine, works = served(spec, requests, timeout_s=4.5)
-    assert [one.failed for one in requests] == [True, True, False]
+    assert [request.failed for request in requests] == [True, True, False]
     assert (requests[0].first_token_s, requests[0].ended_s) == (1.0, None)
     assert requests[2].ended_s == 7.0  # after the step that began at 4 and that of request 1
     assert engine.ranks[0].used_blocks == 0
@@ -184,8 +184,8 @@ def test_a_closed_loop_sends_the_next_request_when_one_has_ended() -> None:
     requests = [request(number, 9.9, 4, 2) for number in range(4)]
     spec = EngineSpec(blocks=100, asynchronous=False)
     served(spec, requests, loop=ClosedLoop(2, first_wave_per_s=2.0))
-    assert [one.arrived_s for one in requests] == [0.0, 0.5, 2.0, 3.0]
-    assert [one.ended_s for one in requests] == [2.0, 3.0, 5.0, 6.0]
+    assert [request.arrived_s for request in requests] == [0.0, 0.5, 2.0, 3.0]
+    assert [request.ended_s for request in requests] == [2.0, 3.0, 5.0, 6.0]
 
 
 def test_a_closed_loop_goes_on_after_a_client_gave_up() -> None:
