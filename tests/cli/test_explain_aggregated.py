@@ -1,4 +1,4 @@
-"""`kvroute explain` on the comparison of a pair with instances that serve a request alone."""
+"""`kvroute explain` on the comparison of a pair with instances that serve a request aggregated."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def aggregated(file: Path) -> Any:
 ASKED = Request(id=1_000, input_tokens=3_000, max_output_tokens=10)
 
 
-def test_a_pair_is_explained_with_the_instances_that_could_have_served_alone(tmp_path: Path) -> None:
+def test_a_pair_is_explained_with_the_instances_that_could_have_served_aggregated(tmp_path: Path) -> None:
     """Each with its price and the reason why it was excluded; the pair is the last one."""
     file = log_of(tmp_path, ControlSpec(parameters={"aggregated": 1}, overcommit=True), ASKED, None)
     found = aggregated(file)
@@ -108,7 +108,7 @@ def test_without_a_comparison_the_reason_is_given(
 
 
 def test_the_dashboard_shows_the_same_comparison() -> None:
-    """A pair shows those that could have served alone; a request served alone has them as candidates."""
+    """A pair shows those that could have served it aggregated; an aggregated request has them as candidates."""
     control = ControlSpec(parameters={"aggregated": 1}).build(parse(TEXT))
     (decode,) = control.handle(Arrived(0.0, ASKED))
     assert isinstance(decode, Decode)

@@ -1,4 +1,4 @@
-"""A decode instance that serves a request alone: when it is cheaper than the best pair, bookings and failures."""
+"""A decode instance that serves a request aggregated: when it is cheaper than the best pair, bookings and failures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvroute.types import (
 )
 
 TEXT = """
-name: alone
+name: aggregated
 racks: [{name: rack0, uplinks: {count: 4, capacity: 100 Gbps}}]
 nodes:
   - {name: node0, rack: rack0, gpus: 4, nics: {compute: {count: 4, capacity: 10 Gbps}}}
@@ -66,7 +66,7 @@ def arrive(
 
 
 def aggregated(decisions: tuple[Decision, ...]) -> str:
-    """Return the instance that serves the request alone."""
+    """Return the instance that serves the request aggregated."""
     (decode,) = decisions
     assert isinstance(decode, Decode)
     assert (decode.source, decode.kv_bytes, decode.tier) == (decode.target, 0.0, 0)

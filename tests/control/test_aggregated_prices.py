@@ -1,4 +1,4 @@
-"""The compiled price of instances that may serve a request alone, beside a slow version in plain Python."""
+"""The compiled price of instances that may serve a request aggregated, beside a slow version in plain Python."""
 
 from __future__ import annotations
 

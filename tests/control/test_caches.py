@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.control.test_alone import TEXT
+from tests.control.test_aggregated import TEXT
 
 from kvroute import llm
 from kvroute.control.state.caches import PrefixCaches

@@ -1,5 +1,5 @@
 """foresight-joint in the control core: the prefill goes to an instance from which its KV cache can be sent soon, within
-constraints. Decode instances are not offered alone here: see test_alone."""
+constraints. Decode instances are not offered as aggregated here: see test_aggregated."""
 
 from __future__ import annotations
 

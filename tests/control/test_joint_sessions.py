@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.control.test_alone import TEXT, aggregated
+from tests.control.test_aggregated import TEXT, aggregated
 
 from kvroute.control import Control, ControlSpec
 from kvroute.policies import NO_BOUND
@@ -39,7 +39,7 @@ def served_by(control: Control, *instances: str) -> None:
 
 
 @pytest.mark.parametrize(("ahead_tokens", "expected"), [(500, "d1"), (6_000, "d0")])
-def test_an_instance_alone_has_the_bonus(ahead_tokens: int, expected: str) -> None:
+def test_an_aggregated_request_has_the_bonus(ahead_tokens: int, expected: str) -> None:
     """A prompt of 60 ms ahead of the session's decode instance costs less than the bonus: its time, its delay by this
     one, and the later prompts to which it points. One of 0.61 s costs more."""
     control = core(aggregated=1)
@@ -80,7 +80,7 @@ def test_a_pair_has_the_bonus(ahead_tokens: int, expected: str) -> None:
 
 
 @pytest.mark.parametrize(("session", "first"), [(MINE, Prefill), (MINE + 1, Decode)])
-def test_a_pair_with_the_bonus_can_be_cheaper_than_an_instance_alone(session: int, first: type[Decision]) -> None:
+def test_a_pair_with_the_bonus_can_be_cheaper_than_an_aggregated_request(session: int, first: type[Decision]) -> None:
     """Without the bonus a decode instance alone is cheaper, because nothing is transferred."""
     control = core(aggregated=1)
     control.handle(SessionsServed(0.0, ((MINE, "p1", ""),)))

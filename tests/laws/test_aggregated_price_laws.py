@@ -27,7 +27,7 @@ PARTS = dict.fromkeys((*PRICED, "session_s"), 0.0)
 
 
 class Situation(NamedTuple):
-    """One instance that may serve a request alone, and a pair, by numbers that may change a little."""
+    """One instance that may serve a request aggregated, and a pair, by numbers that may change a little."""
 
     prefill_s: float
     share: float

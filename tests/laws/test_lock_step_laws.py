@@ -219,7 +219,7 @@ def test_what_is_not_modelled_is_one_sentence(change: tuple[str, str], settings:
         simulate(parse(text), trace([(10, 2)]), SPEC, SimSpec(lock_step=True, **settings))  # type: ignore[arg-type]
 
 
-def test_requests_served_alone_are_refused_in_lock_step() -> None:
+def test_aggregated_requests_are_refused_in_lock_step() -> None:
     """The default of `foresight-joint` allows them."""
     cluster = parse(TEXT.replace("PREFILL", "1").replace("COUNT", "2"))
     default = ControlSpec(decode="foresight-joint")

@@ -240,9 +240,9 @@ def test_the_routers_view_of_caches_is_correct(
 ) -> None:
     """Every cached prefix that a decision relied on was there: no transfer was smaller than what the target lacked."""
     rows = simulate(cluster, trace, spec, msgspec.structs.replace(assumed, until_s=None), seed=4).outcomes
-    landed, alone = np.isfinite(rows.landed_s), rows.source == rows.target
-    assert not rows.kv_bytes[landed & alone].any()
-    sent = landed & ~alone
+    landed, aggregated = np.isfinite(rows.landed_s), rows.source == rows.target
+    assert not rows.kv_bytes[landed & aggregated].any()
+    sent = landed & ~aggregated
     expected = (rows.input_tokens - rows.hit_tokens)[sent] * 327_680.0
     assert rows.kv_bytes[sent] == pytest.approx(expected)
 

@@ -1,5 +1,5 @@
-"""Live: real vLLM servers that serve a request alone: short and cached prompts on a decode server, and responses of the
-prefill server itself."""
+"""Live: real vLLM servers that serve a request aggregated: short and cached prompts on a decode server, and responses
+of the prefill server itself."""
 
 from __future__ import annotations
 

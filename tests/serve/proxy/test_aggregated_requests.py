@@ -1,4 +1,4 @@
-"""Requests that one decode engine serves alone because that is cheaper than a pair, through the whole gateway."""
+"""Requests that one decode engine serves aggregated because that is cheaper than a pair, through the whole gateway."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_cached_prefix_of_a_decode_instance_is_used() -> None:
     uvloop.run(main())
 
 
-def test_no_request_is_alone_if_that_is_switched_off() -> None:
+def test_no_request_is_aggregated_if_that_is_switched_off() -> None:
     async def main() -> None:
         async with rig("  policy: foresight-joint\n  parameters: {aggregated: 0}\n", SLOW) as gate:
             assert (await gate.ask(SHORT)).status == 200
