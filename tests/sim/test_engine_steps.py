@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.sim.engine_reference import SlowEngine, SlowRequest
 
 from kvroute.sim.engine.clients import ClosedLoop, LoadStage, run_engine, stage_arrivals
-from kvroute.sim.engine.scheduler import EngineSpec, StepRequest
+from kvroute.sim.engine.scheduler import EngineRequest, EngineSpec
 from kvroute.sim.engine.serving import ServingEngine
 from kvroute.timing.steps import LinearSteps, StepWork
 from kvroute.types import InputError
@@ -32,15 +32,15 @@ class Recorder:
         return self.steps(works[0])
 
 
-def served(spec: EngineSpec, requests: list[StepRequest], **how: object) -> tuple[ServingEngine, list[StepWork]]:
+def served(spec: EngineSpec, requests: list[EngineRequest], **how: object) -> tuple[ServingEngine, list[StepWork]]:
     """Serve requests; return the engine and its steps."""
     recorder = Recorder()
     return run_engine(spec, recorder, requests, **how), recorder.works  # type: ignore[arg-type]
 
 
-def request(number: int, arrived_s: float, input_tokens: int, output_tokens: int, keys: str = "") -> StepRequest:
+def request(number: int, arrived_s: float, input_tokens: int, output_tokens: int, keys: str = "") -> EngineRequest:
     """Return a request; each letter is the key of a block of its prompt."""
-    return StepRequest(number, arrived_s, input_tokens, output_tokens, tuple(keys))
+    return EngineRequest(number, arrived_s, input_tokens, output_tokens, tuple(keys))
 
 
 specs = st.builds(
@@ -72,7 +72,7 @@ def test_steps_and_times_are_those_of_the_reference(spec: EngineSpec, drawn: lis
             continue
         shared = [(family, place) if place < common else (number, "own", place) for place in range(input_tokens)]
         keys = tuple(tuple(shared[: end + 1]) for end in range(spec.block_tokens - 1, input_tokens, spec.block_tokens))
-        fast.append(StepRequest(number, at / 4, input_tokens, output_tokens, keys))
+        fast.append(EngineRequest(number, at / 4, input_tokens, output_tokens, keys))
         slow.append(SlowRequest(number, at / 4, list(shared), output_tokens))
     recorder = Recorder(steps)
     run_engine(spec, recorder, fast)

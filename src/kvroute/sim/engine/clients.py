@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvroute.sim.agenda import Agenda
-from kvroute.sim.engine.scheduler import EngineSpec, StepRequest
+from kvroute.sim.engine.scheduler import EngineRequest, EngineSpec
 from kvroute.sim.engine.serving import ServingEngine
 from kvroute.timing.steps import RanksTime
 from kvroute.types import InputError
@@ -62,7 +62,7 @@ class ClosedLoop:
 def run_engine(
     spec: EngineSpec,
     steps: RanksTime,
-    requests: Sequence[StepRequest],
+    requests: Sequence[EngineRequest],
     *,
     ranks: int = 1,
     loop: ClosedLoop | None = None,
@@ -99,12 +99,12 @@ def run_engine(
 class _Clients:
     """Sends requests, gives up, and in a closed loop sends the next one."""
 
-    def __init__(self, agenda: Agenda, requests: Sequence[StepRequest], timeout_s: float | None) -> None:
+    def __init__(self, agenda: Agenda, requests: Sequence[EngineRequest], timeout_s: float | None) -> None:
         self._agenda, self._requests, self._timeout_s = agenda, requests, timeout_s
         self._next: int | None = None
         """Index of the next request of a closed loop."""
-        self._submit: Callable[[StepRequest], None] = lambda request: None
-        self._abort: Callable[[StepRequest], bool] = lambda request: False
+        self._submit: Callable[[EngineRequest], None] = lambda request: None
+        self._abort: Callable[[EngineRequest], bool] = lambda request: False
 
     def begin(self, engine: ServingEngine, loop: ClosedLoop | None) -> None:
         """Schedule the first requests: all of an open load, one of each client of a loop."""
@@ -118,7 +118,7 @@ class _Clients:
             at = index / loop.first_wave_per_s if loop.first_wave_per_s is not None else 0.0
             self._agenda.at(at, self._send, index)
 
-    def ended(self, request: StepRequest) -> None:
+    def ended(self, request: EngineRequest) -> None:
         """Send the next request of a closed loop when the client has the whole answer."""
         assert request.ended_s is not None
         self._follow(request.ended_s)

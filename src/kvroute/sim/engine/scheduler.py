@@ -53,7 +53,7 @@ class SchedulingState(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class StepRequest:
+class EngineRequest:
     """A request, its times, and how far the engine is with it."""
 
     number: int
@@ -96,7 +96,7 @@ class PlannedStep(NamedTuple):
 
     number: int
     work: StepWork
-    first: tuple[StepRequest, ...]
+    first: tuple[EngineRequest, ...]
 
 
 class StepScheduler:
@@ -110,15 +110,15 @@ class StepScheduler:
         """Start without requests."""
         self._spec = spec
         self._blocks = KvBlocks(spec.blocks)
-        self._waiting: deque[StepRequest] = deque()
-        self._running: list[StepRequest] = []
+        self._waiting: deque[EngineRequest] = deque()
+        self._running: list[EngineRequest] = []
         """Requests that have started, in that order."""
-        self._prompts: list[StepRequest] = []
+        self._prompts: list[EngineRequest] = []
         self._decoding = 0
         self._context_tokens = 0
         """Tokens to which the requests that decode attend in the next step."""
-        self._begin_block: list[list[StepRequest]] = [[] for _ in range(spec.block_tokens)]
-        self._end: dict[int, list[StepRequest]] = {}
+        self._begin_block: list[list[EngineRequest]] = [[] for _ in range(spec.block_tokens)]
+        self._end: dict[int, list[EngineRequest]] = {}
         self._number = 0
         self.preemptions = 0
 
@@ -137,11 +137,11 @@ class StepScheduler:
         """Number of blocks that requests hold."""
         return self._blocks.used
 
-    def fits(self, request: StepRequest) -> bool:
+    def fits(self, request: EngineRequest) -> bool:
         """Return whether the KV cache of a request fits into an empty engine."""
         return self._count(request.input_tokens + max(request.output_tokens - 1, 0)) <= self._spec.blocks
 
-    def add(self, request: StepRequest) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Let a request wait for its start."""
         assert request.output_tokens > 0, "a request has output tokens"
         assert self.fits(request), "the KV cache of the request is larger than the engine's memory"
@@ -181,7 +181,7 @@ class StepScheduler:
         self._number += 1
         return PlannedStep(step, StepWork(tuple(work), decoding, context_tokens), tuple(first))
 
-    def finish(self, step: PlannedStep) -> tuple[StepRequest, ...]:
+    def finish(self, step: PlannedStep) -> tuple[EngineRequest, ...]:
         """End a step; return the requests that have their last token, whose blocks are free now."""
         ended = tuple(self._end.pop(step.number, ()))
         for request in ended:
@@ -192,7 +192,7 @@ class StepScheduler:
             self._release(request, request.input_tokens + request.output_tokens - 1)
         return ended
 
-    def abort(self, request: StepRequest) -> bool:
+    def abort(self, request: EngineRequest) -> bool:
         """Remove a request before its end; return whether it was there. One whose last token is being computed ends."""
         if request.state is SchedulingState.WAITING:
             self._waiting.remove(request)
@@ -203,7 +203,7 @@ class StepScheduler:
         request.state = SchedulingState.ABORTED
         return True
 
-    def _compute(self, request: StepRequest, tokens: int) -> tuple[int, int]:
+    def _compute(self, request: EngineRequest, tokens: int) -> tuple[int, int]:
         """Add tokens of a prompt to the step; return them as in `StepWork.prompts`. Others find its blocks at once."""
         computed = request.computed
         request.computed += tokens
@@ -213,11 +213,11 @@ class StepScheduler:
     def _count(self, tokens: int) -> int:
         return -(-tokens // self._spec.block_tokens)
 
-    def _missing(self, request: StepRequest, tokens: int) -> int:
+    def _missing(self, request: EngineRequest, tokens: int) -> int:
         """Return the number of blocks that a request needs besides its own to hold this many tokens."""
         return self._count(tokens) - len(request.blocks)
 
-    def _grow(self, request: StepRequest, count: int, step: int) -> bool:
+    def _grow(self, request: EngineRequest, count: int, step: int) -> bool:
         """Give blocks to a request, and preempt others for them; return whether it has them. False: it was preempted
         itself."""
         while (taken := self._blocks.take(count)) is None:
@@ -232,7 +232,7 @@ class StepScheduler:
         request.blocks += taken
         return True
 
-    def _preempt(self, request: StepRequest, step: int) -> None:
+    def _preempt(self, request: EngineRequest, step: int) -> None:
         """Take all blocks from a request. It waits in front of the others and is computed again."""
         if request.state is SchedulingState.DECODING:
             request.generated += step - request.since
@@ -242,7 +242,7 @@ class StepScheduler:
         self.preemptions += 1
         self._waiting.appendleft(request)
 
-    def _start(self, request: StepRequest, at: float, budget: int) -> int:
+    def _start(self, request: EngineRequest, at: float, budget: int) -> int:
         """Start a request if there are blocks for it; return the tokens that its first step computes, 0: none."""
         request.target = request.input_tokens + request.generated
         found: list[int] = []
@@ -266,7 +266,7 @@ class StepScheduler:
         self._prompts.append(request)
         return tokens
 
-    def _begin_decoding(self, request: StepRequest, step: int) -> None:
+    def _begin_decoding(self, request: EngineRequest, step: int) -> None:
         """Let a request decode from the next step on; `step` computes the last token of its prompt."""
         self._prompts.remove(request)
         request.since, request.state = step, SchedulingState.DECODING
@@ -277,17 +277,17 @@ class StepScheduler:
             self._block_turn(request).append(request)
         self._end.setdefault(request.last, []).append(request)
 
-    def _block_turn(self, request: StepRequest) -> list[StepRequest]:
+    def _block_turn(self, request: EngineRequest) -> list[EngineRequest]:
         return self._begin_block[(request.since + 1 - request.target) % self._spec.block_tokens]
 
-    def _leave(self, request: StepRequest, step: int) -> None:
+    def _leave(self, request: EngineRequest, step: int) -> None:
         """Remove a request from those that decode in `step`."""
         if request.last > request.since:
             self._decoding -= 1
             self._context_tokens -= request.target + step - request.since
             self._block_turn(request).remove(request)
 
-    def _stop(self, request: StepRequest, step: int) -> None:
+    def _stop(self, request: EngineRequest, step: int) -> None:
         """Remove a request that has started; its blocks are free, and `step` does not compute it."""
         computed = request.computed
         if request.state is SchedulingState.PROMPT:
@@ -299,13 +299,13 @@ class StepScheduler:
         self._running.remove(request)
         self._release(request, computed)
 
-    def _name(self, request: StepRequest, tokens: int) -> None:
+    def _name(self, request: EngineRequest, tokens: int) -> None:
         """Let others find the full blocks of the first `tokens` tokens of a prompt."""
         if self._spec.prefix_cache:
             for position in range(tokens // self._spec.block_tokens):
                 self._blocks.name(request.blocks[position], request.block_key(position))
 
-    def _release(self, request: StepRequest, tokens: int) -> None:
+    def _release(self, request: EngineRequest, tokens: int) -> None:
         """Free the blocks of a request, which has computed this many tokens."""
         self._name(request, tokens)
         self._blocks.release(request.blocks)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvroute.sim.agenda import Agenda
-from kvroute.sim.engine.scheduler import EngineSpec, PlannedStep, StepRequest, StepScheduler
+from kvroute.sim.engine.scheduler import EngineRequest, EngineSpec, PlannedStep, StepScheduler
 from kvroute.timing.steps import RanksTime, StepWork
 
 
@@ -24,8 +24,8 @@ class ServingEngine:
         steps: RanksTime,
         *,
         ranks: int = 1,
-        answers: Callable[[StepRequest], None] = lambda request: None,
-        ends: Callable[[StepRequest], None] = lambda request: None,
+        answers: Callable[[EngineRequest], None] = lambda request: None,
+        ends: Callable[[EngineRequest], None] = lambda request: None,
     ) -> None:
         """Start without requests.
 
@@ -39,8 +39,8 @@ class ServingEngine:
         self._agenda, self._spec, self._steps = agenda, spec, steps
         self._answers, self._ends = answers, ends
         self.ranks = tuple(StepScheduler(spec) for _ in range(ranks))
-        self._rank_of: dict[StepRequest, StepScheduler] = {}
-        self._arriving: deque[StepRequest] = deque()
+        self._rank_of: dict[EngineRequest, StepScheduler] = {}
+        self._arriving: deque[EngineRequest] = deque()
         self._under_way: deque[tuple[float, Sequence[PlannedStep | None]]] = deque()
         """Steps that are planned and have not ended, with their ends."""
         self._woken = False
@@ -55,7 +55,7 @@ class ServingEngine:
         """Number of preemptions up to now."""
         return sum(rank.preemptions for rank in self.ranks)
 
-    def submit(self, request: StepRequest) -> None:
+    def submit(self, request: EngineRequest) -> None:
         """Take a request that its client sends now."""
         self._arriving.append(request)
         self._agenda.at(self._agenda.now + self._spec.request_s / 2, self._arrived)
@@ -68,7 +68,7 @@ class ServingEngine:
         if not self._under_way:
             self._wake()
 
-    def abort(self, request: StepRequest) -> bool:
+    def abort(self, request: EngineRequest) -> bool:
         """Remove a request whose client gives up; return whether it had not ended."""
         if request in self._rank_of and self._rank_of[request].abort(request):
             del self._rank_of[request]
