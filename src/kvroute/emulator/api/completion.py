@@ -18,7 +18,7 @@ from kvroute.emulator.api.connection import KvAddress, Notifier, fail
 from kvroute.emulator.api.conversations import ConversationWriter
 from kvroute.emulator.api.response import ResponseHeader, StreamWriter, choice, of_prompt, usage
 from kvroute.emulator.engine.engine import Engine
-from kvroute.emulator.engine.engine_request import EngineRequest, KvHandle
+from kvroute.emulator.engine.engine_request import EmulatedRequest, KvHandle
 from kvroute.emulator.engine.faults import Fault, Faults
 from kvroute.emulator.engine.sequence import EngineSequence
 from kvroute.emulator.errors import ApiError, EngineError
@@ -43,7 +43,7 @@ _CONVERSATIONS: frozenset[Kind] = frozenset({"responses", "messages"})
 
 
 async def complete(
-    request: web.BaseRequest, ask: EngineRequest, engine: Engine, faults: Faults, origin: KvAddress
+    request: web.BaseRequest, ask: EmulatedRequest, engine: Engine, faults: Faults, origin: KvAddress
 ) -> web.StreamResponse:
     """Serve a request and release its resources on every exit path, except KV that is held for a decode leg.
 
@@ -67,7 +67,7 @@ async def complete(
             engine.leave(sequence)
 
 
-def _check_length(ask: EngineRequest, engine: Engine) -> None:
+def _check_length(ask: EmulatedRequest, engine: Engine) -> None:
     least = ask.sampling.limit or max(ask.sampling.min_tokens, 1)
     for prompt in ask.prompts:
         if not engine.fits(len(prompt.tokens), least):
@@ -79,7 +79,7 @@ def _check_length(ask: EngineRequest, engine: Engine) -> None:
 class EmulatedCompletion:
     """The sequences of one request, one per answer, and the responses built from them."""
 
-    ask: EngineRequest
+    ask: EmulatedRequest
     engine: Engine
     heading: ResponseHeader
     fault: Fault | None
@@ -91,7 +91,7 @@ class EmulatedCompletion:
     """Staged blocks that the decode instance takes from the buffer of its node."""
 
     @classmethod
-    def of(cls, ask: EngineRequest, engine: Engine, fault: Fault | None, request_id: str) -> EmulatedCompletion:
+    def of(cls, ask: EmulatedRequest, engine: Engine, fault: Fault | None, request_id: str) -> EmulatedCompletion:
         """Create a completion. Its id is the client's plus a number, so that a retried request has a different id."""
         heading_id = f"{ID_PREFIX[ask.kind]}-{request_id or engine.instance.name}-{next(engine.numbers)}"
         completion = cls(ask, engine, ResponseHeader(ask.kind, heading_id, int(time.time()), ask.model), fault)

@@ -24,7 +24,7 @@ from kvroute.emulator.api.pooling import (
 from kvroute.emulator.api.server import InstanceServer
 from kvroute.emulator.engine.adapters import adapter_lines
 from kvroute.emulator.engine.counters import EngineGauges, RankMetrics, metrics_page, storage_lines
-from kvroute.emulator.engine.engine_request import EngineRequest, read_engine_request, served_model
+from kvroute.emulator.engine.engine_request import EmulatedRequest, read_engine_request, served_model
 from kvroute.emulator.engine.faults import Fault
 from kvroute.emulator.errors import ApiError, EngineError
 from kvroute.emulator.generation.words import token_bytes, token_text
@@ -120,7 +120,7 @@ async def _completion(server: InstanceServer, request: web.BaseRequest, kind: Ki
     return await complete(request, _read_request(kind, data, server), server.engine, server.faults, server.origin)
 
 
-def _read_request(kind: Kind, data: bytes, server: InstanceServer) -> EngineRequest:
+def _read_request(kind: Kind, data: bytes, server: InstanceServer) -> EmulatedRequest:
     engine = server.engine
     return read_engine_request(
         kind,

@@ -74,7 +74,7 @@ class KvHandle:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRequest:
+class EmulatedRequest:
     """A validated request for `len(prompts) * n` answers."""
 
     kind: Kind
@@ -110,7 +110,7 @@ def read_engine_request(
     role: Role,
     block_tokens: int,
     adapters: Collection[str] = (),
-) -> EngineRequest:
+) -> EmulatedRequest:
     """Parse and validate a body. `models` are the names that the engine serves, its own first; `adapters` of these are
     LoRA adapters.
 
@@ -132,7 +132,7 @@ def read_engine_request(
     details = _details(kind, body)
     if kind == "responses":
         details = replace(details, given=msgspec.json.decode(data))
-    return EngineRequest(
+    return EmulatedRequest(
         kind=kind,
         model=model,
         leg=leg,
