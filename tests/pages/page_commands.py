@@ -246,6 +246,9 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
         ),
         "kvroute simulate examples/dualpath.yaml": Run("--seeds 1 --workers 1"),
         "kvroute simulate examples/two-datacenters.yaml": _SHORT,
+        "kvroute timing from layers": OtherTest(
+            "cli/test_timing_layers.py::test_a_timing_is_printed_with_its_error_and_range"
+        ),
     },
     "docs/switch.md": {
         "KVROUTE_ALL_REDUCE": _GPU,

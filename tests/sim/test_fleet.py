@@ -78,9 +78,6 @@ def test_layers_and_blocks_are_those_of_the_model() -> None:
     assert engines.block_bytes == [512 * 15 * 576 * 2.0] * 2
 
 
-def test_a_fleet_rejects_unsupported_instances() -> None:
-    """An engine with both roles, and two models."""
-    with pytest.raises(InputError, match="instance b has role 'both'"):
-        fleet(TEXT.replace("{name: b, role: decode", "{name: b, role: both"))
+def test_a_fleet_has_one_model() -> None:
     with pytest.raises(InputError, match="serves llama-3-8b, prfaas-1t-hybrid"):
         fleet(TEXT.replace("{name: a,", "{name: a, model: llama-3-8b,"))

@@ -225,7 +225,7 @@ def test_the_router_does_not_rely_on_prefixes_that_a_full_instance_dropped() -> 
 
 
 def test_a_run_names_what_it_cannot_simulate() -> None:
-    """Two models without a choice; blocks of two sizes; an instance with both roles."""
+    """Two models without a choice; blocks of two sizes."""
     trace = Trace(name="one", requests=(request(0.0, 600, 1),))
     two_models = SMALL.replace("{name: d1,", "{name: d1, model: qwen3-32b,").replace(
         "{name: p1,", "{name: p1, model: qwen3-32b,"
@@ -235,10 +235,6 @@ def test_a_run_names_what_it_cannot_simulate() -> None:
     mixed = Trace(name="mixed", requests=(request(0, 600, 1, (1, 2), 512), request(0, 32, 1, (1, 2), 16)))
     with pytest.raises(InputError, match="mixed: the trace has prefix blocks of 16 and 512 tokens"):
         simulate(parse(SMALL), mixed, ControlSpec(), SimSpec())
-    with pytest.raises(InputError, match="role 'both'"):
-        simulate(
-            parse(SMALL.replace("name: d1, role: decode", "name: d1, role: both")), trace, ControlSpec(), SimSpec()
-        )
 
 
 def test_until_ends_the_run_at_its_time() -> None:

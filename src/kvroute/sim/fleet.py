@@ -28,7 +28,7 @@ class Fleet:
             prefill_queueing: prompts wait for each other.
 
         Raises:
-            InputError: instances of several models, or of a role that the simulator does not model.
+            InputError: instances of several models.
         """
         models = sorted({instance.model for instance in cluster.instances})
         if len(models) > 1:
@@ -42,11 +42,6 @@ class Fleet:
         """Instances that have or had the role decode. An instance keeps its `prefill` and `decode` entries over role
         switches."""
         for index, instance in enumerate(cluster.instances):
-            if instance.role == "both":
-                raise InputError(
-                    f"instance {instance.name} has role {instance.role!r}, which the simulator does not model",
-                    hint="give it the role prefill or decode",
-                )
             self._equip(index, instance.role)
         models_of = [llm.model(instance.model) for instance in cluster.instances]
         self.layers = [sum(group.count for group in model.layers) for model in models_of]
@@ -103,7 +98,7 @@ class Fleet:
 
     def drain(self, index: int, role: Role) -> bool:
         """Drain an instance before it switches to `role`; return True if it is idle already."""
-        assert role != "both", "role `both` is not modelled"
+        assert role != "both", "an instance of role `both` keeps it"
         fresh = index not in self._becoming
         self._becoming[index] = role
         return fresh and not self._busy[index]

@@ -16,6 +16,7 @@ from kvroute.sim.run_parts import RunParts
 from kvroute.sim.steps.awaited_prefixes import AwaitedPrefixes
 from kvroute.sim.steps.decode_steps import DecodeSteps
 from kvroute.sim.steps.prefills import Prefills
+from kvroute.sim.steps.whole_requests import WholeRequests
 from kvroute.sim.store import continued_blocks
 from kvroute.sim.telemetry import Telemetry
 from kvroute.sim.workload import TracedRequest
@@ -72,6 +73,7 @@ class RequestTimelines:
             parts.agenda, parts.delivery, self.advance, settings.all_reduce_slice_s, parts.groups.carried_bytes
         )
         self._decodes = DecodeSteps(parts, self.iterations, answered=self._end_answered, pulled=self._send)
+        self._whole = WholeRequests(parts, copy_queues=copy_queues, answered=self._prefilled, ended=self._end_answered)
         self._prefills = Prefills(
             parts,
             self.iterations,
@@ -167,7 +169,8 @@ class RequestTimelines:
             self._booked.add(request)
             if decision.source == decision.target:
                 self._kept.add(request)
-                self._fleet.decoding(source)
+                if not self._whole.serves(source):
+                    self._fleet.decoding(source)
         if prefill.copy_from:
             self._prefixes.copy(request, prefill)
         else:
@@ -182,7 +185,11 @@ class RequestTimelines:
         self._decodes.add_prompt(target, request, decision.hit_tokens)
 
     def _submit(self, request: int) -> None:
-        """Add the request to the queue of its prefill instance."""
+        """Add the request to the queue of its prefill instance, or of the one that serves it from prompt to end."""
+        source = int(self._outcomes.source[request])
+        if self._whole.serves(source):
+            self._whole.submit(request, source)
+            return
         self._prefills.submit(request, streams=self._streams_kv(request))
 
     def _streams_kv(self, request: int) -> bool:
@@ -237,6 +244,10 @@ class RequestTimelines:
             self._router.stored(source, self._delivery.cached(request), evicted)
         self._router.release(source)
         self._outcomes.first_token_s[request] = now
+        if self._whole.serves(source):
+            self._outcomes.admitted_s[request] = now
+            self._router.handle(Admitted(now, request))
+            return
         if traced.output_tokens == 1:
             self._outcomes.admitted_s[request] = now
             self._router.handle(Admitted(now, request))

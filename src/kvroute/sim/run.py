@@ -66,8 +66,9 @@ def simulate(
     of requests; None: they are placed as they arrive.
 
     Raises:
-        InputError: a policy or parameter that does not exist, instances of role `both` or of several models, a trace
-            whose prefix blocks differ in size, a change of a link that does not exist, or a cut that never ends.
+        InputError: a policy or parameter that does not exist, instances of several models, an instance of role `both`
+            beside something that is not modelled with it, a trace whose prefix blocks differ in size, a change of a
+            link that does not exist, or a cut that never ends.
         InputErrors: an `all_reduce` of the cluster file that does not fit its instance.
     """
     return Simulation(cluster, trace, spec, settings, seed=seed, log=log, tenancy=tenancy).run()
