@@ -52,7 +52,7 @@ VARIABLES = {
     "TMPDIR": "folder for temporary files",
     "COLUMNS": "width of tables, where the output is not a terminal",
     "SSL_CERT_FILE": "certificates to trust at `https://` engines, in place of the system's",
-    "KVROUTE_TRACES": "folder of recorded traces for `kvroute experiment never-worse`",
+    "KVROUTE_TRACES": "folder of recorded traces for `kvroute experiment never-worse`, of measured runs for `accuracy`",
     "KUBECONFIG": "kubeconfig of kvroute's Kubernetes commands, outside of a pod",
     "POD_NAME": "identity of `kvroute kube operator` in the election of a leader; by default the host's name",
     "KVROUTE_TOPOLOGY_ENABLED": "whether `kvroute kube run-worker` reads topology labels",

@@ -25,7 +25,9 @@ _SEEDS = 5
 
 @cache
 def families() -> dict[str, ExperimentFamily[Any]]:
-    """Return the experiments by publication; never-worse, aggregated, prefix-copies and autoscaling are kvroute's."""
+    """Return the experiments by publication; never-worse, aggregated, prefix-copies, autoscaling and accuracy are
+    kvroute's."""
+    from kvroute_studies.accuracy import command as experiment_accuracy
     from kvroute_studies.aggregated import command as experiment_alone
     from kvroute_studies.autoscaling import command as experiment_autoscaling
     from kvroute_studies.dualpath import command as experiment_dualpath
@@ -44,6 +46,7 @@ def families() -> dict[str, ExperimentFamily[Any]]:
         "prefix-copies": experiment_copies.FAMILY,
         "autoscaling": experiment_autoscaling.FAMILY,
         "heroserve": experiment_heroserve.FAMILY,
+        "accuracy": experiment_accuracy.FAMILY,
     }
 
 
@@ -68,7 +71,17 @@ def experiment(
     trace: Annotated[Path | None, typer.Option(help="Trace file, e.g. Mooncake's; default: a generated trace.")] = None,
     trace_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder of recorded traces, for never-worse (or set KVROUTE_TRACES).", show_default=False),
+        typer.Option(
+            help="Folder of recorded traces for never-worse, of measured runs for accuracy (or set KVROUTE_TRACES).",
+            show_default=False,
+        ),
+    ] = None,
+    predict: Annotated[
+        Path | None,
+        typer.Option(
+            help="With accuracy: predict the cases of this file, in the form of the measured runs without results.",
+            show_default=False,
+        ),
     ] = None,
     cell: Annotated[
         str | None,
@@ -103,6 +116,8 @@ def experiment(
     [bold]kvroute experiment prfaas --trace conversation_trace.jsonl.zst --out results[/bold]
 
     [bold]kvroute experiment never-worse --seeds 8 --trace-dir traces[/bold]
+
+    [bold]kvroute experiment accuracy --predict cases.json --json[/bold]
     """
     from kvroute.planner.comparison.parallel import check_where
     from kvroute_studies.shared.family import run_family
@@ -112,6 +127,13 @@ def experiment(
         _list(as_json)
         return
     family, chosen = _chosen(names)
+    if predict is not None:
+        if family != "accuracy":
+            raise InputError(f"{family} does not support this option", where="--predict", hint="only accuracy predicts")
+        from kvroute_studies.accuracy.command import print_predictions
+
+        print_predictions(predict, trace_dir, seed, as_json)
+        return
     if trace_dir is not None and not families()[family].reads_trace_folder:
         readers = " and ".join(name for name, family in families().items() if family.reads_trace_folder)
         hint = f"omit it; only {readers} reads a folder of traces"

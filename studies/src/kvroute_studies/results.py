@@ -17,6 +17,7 @@ from typing import Any
 from kvroute.cli.output import make_folder
 from kvroute.planner.comparison.cells import Record
 from kvroute.types import InputError
+from kvroute_studies.accuracy.quoted import QUOTED as ACCURACY
 from kvroute_studies.aggregated.quoted import QUOTED as AGGREGATED
 from kvroute_studies.autoscaling.quoted import QUOTED as AUTOSCALING
 from kvroute_studies.command import families
@@ -39,6 +40,7 @@ from kvroute_studies.shared.result_files import (
 from kvroute_studies.shared.sweeps import RunOptions
 
 STUDIES: Mapping[str, Mapping[str, Quoted]] = {
+    "accuracy": ACCURACY,
     "aggregated": AGGREGATED,
     "autoscaling": AUTOSCALING,
     "dualpath": DUALPATH,

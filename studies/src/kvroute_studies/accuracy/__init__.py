@@ -1,0 +1,1 @@
+"""Predictions of the simulator's engine beside measured runs of vLLM."""
