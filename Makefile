@@ -60,7 +60,7 @@ $(DOCS_STAMP): $(STAMP) requirements/docs.txt
 demo: $(STAMP)  ## a live gateway on 16 emulated engines under three policies, beside the simulator's prediction
 	$(BIN)/kvroute demo examples/fat-tree-64gpu.yaml --out demo-results
 
-test: $(KERNELS_STAMP)  ## the tests of every part, with few examples of Hypothesis; four minutes on two cores
+test: $(KERNELS_STAMP)  ## the tests of every part, with few examples of Hypothesis
 	$(TESTS) -m "not slow and not live"
 
 test-slow: $(KERNELS_STAMP)  ## the tests with the mark `slow`
