@@ -11,10 +11,9 @@ import pytest
 from kvroute.policies import DECODE_POLICIES
 
 FAMILIES = ("foresight", "netkv")
-GROUPS = [
-    *([name for name in DECODE_POLICIES if name.startswith(family)] for family in FAMILIES),
-    pytest.param([name for name in DECODE_POLICIES if not name.startswith(FAMILIES)], marks=pytest.mark.slow),
-]
+FORESIGHT, NETKV = ([name for name in DECODE_POLICIES if name.startswith(family)] for family in FAMILIES)
+OTHERS = [name for name in DECODE_POLICIES if not name.startswith(FAMILIES)]
+GROUPS = [FORESIGHT, *(pytest.param(policies, marks=pytest.mark.slow) for policies in (NETKV, OTHERS))]
 
 
 @pytest.mark.parametrize("policies", GROUPS, ids=lambda policies: policies[0])
