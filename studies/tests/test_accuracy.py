@@ -113,7 +113,7 @@ def test_cases_of_a_file_are_predicted_stage_by_stage(folder: Path, tmp_path: Pa
     path = tmp_path / "cases.json"
     path.write_text(json.dumps([run_of("some", (8, 4)), run_of("other", (2,), tensor_parallel=2)]))
     found = predicted_cases(path, folder)
-    assert [(one["id"], one["stage"], one["protocol"]) for one in found] == [
+    assert [(stage["id"], stage["stage"], stage["protocol"]) for stage in found] == [
         ("some", 0, CALIBRATED),
         ("some", 1, CALIBRATED),
         ("other", 0, UNCALIBRATED),
@@ -140,7 +140,7 @@ def test_predictions_are_printed(folder: Path, tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "cases.json"
     path.write_text(json.dumps([run_of("some", (8,))]))
     print_predictions(path, folder, None, True)
-    assert [one["id"] for one in json.loads(capsys.readouterr().out)] == ["some"]
+    assert [stage["id"] for stage in json.loads(capsys.readouterr().out)] == ["some"]
     print_predictions(path, folder, None, False)
     assert "calibrated" in capsys.readouterr().out
 

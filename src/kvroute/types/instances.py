@@ -143,8 +143,8 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """When a decode instance begins to pull a KV cache: at once, or, as in vLLM, between steps, at the end of the next
     step that it plans."""
     asynchronous: bool = True
-    """Whether an instance of role `both` plans a step when the one before it starts (vLLM's `async_scheduling`), and not
-    when that one has ended."""
+    """Whether an instance of role `both` plans a step when the one before it starts (vLLM's `async_scheduling`), and
+    not when that one has ended."""
     request_s: float = 0.0
     """Time of a request on an instance of role `both` besides its steps, half of it before and half of it after."""
     streaming_request_s: float = 0.0
