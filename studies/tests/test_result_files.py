@@ -117,6 +117,14 @@ def module_file(name: str) -> str:
 
 
 NOT_CALLED = {
+    "accuracy": (
+        "kvroute/sim/metrics.py",  # the summary of a record
+        "kvroute/timing/formulas.py",  # the times of cluster files, and profiles that are fitted
+        "kvroute/timing/profile.py",
+        "kvroute/types/*",
+        "kvroute/compiled.py",  # arrays of lengths
+        "kvroute_engine/*",
+    ),
     "default-policy": ("kvroute_studies/never_worse/clairvoyant.py", "kvroute_studies/shared/runner.py"),
     "dualpath": (
         "kvroute/flows/*",  # the slower mode of all compute NICs

@@ -18,6 +18,7 @@ from kvroute_studies.accuracy.tables import (
 from kvroute_studies.shared.result_files import Quoted, ResultTable, table_of
 
 CODE = (
+    "kvroute/llm",
     "kvroute/sim/engine",
     "kvroute/sim/agenda.py",
     "kvroute/timing/steps.py",
@@ -49,5 +50,7 @@ def _figures(records: Sequence[Record]) -> Mapping[str, str]:
     }
 
 
-QUOTED: Mapping[str, Quoted] = {"accuracy": Quoted("accuracy", 1, CODE, _tables, _figures)}
+QUOTED: Mapping[str, Quoted] = {
+    "accuracy": Quoted(("accuracy",), 1, CODE, _tables, _figures, traces=("measured",)),
+}
 """By name of the result."""

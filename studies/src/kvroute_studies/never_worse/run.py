@@ -42,10 +42,13 @@ TRACES_VARIABLE = "KVROUTE_TRACES"
 _FILES = {
     "mooncake": ("conversation_trace.jsonl", "conversation_trace.jsonl.zst"),
     "coding-agent": ("traces_rle.jsonl", "traces_rle.jsonl.zst"),
+    "measured": ("vllm_h100_inference_perf.json",),
 }
+"""By name; `measured` has the runs of the accuracy study."""
 _SOURCES = {
     "mooncake": "https://github.com/kvcache-ai/Mooncake/tree/main/FAST25-release/traces",
     "coding-agent": "https://github.com/callanjfox/kv-cache-tester, in the compact form of docs/workloads.md",
+    "measured": "inference-sim/training and LLMServingSim, see docs/accuracy.md",
 }
 _KNOWN = " or ".join(files[0] for files in _FILES.values())
 _GIVE = f"give the folder of {_KNOWN} with --trace-dir or {TRACES_VARIABLE}"
