@@ -145,6 +145,12 @@ def test_what_is_no_rename_of_a_local_variable_changes_the_digest(old: str, new:
     assert meaning(SCOPES.replace(old, new)) != meaning(SCOPES)
 
 
+def test_shared_names_count() -> None:
+    """Values of two global variables that are exchanged are no rename."""
+    both = "def f():\n    global a, b\n    {0} = 1\n    {1} = 2"
+    assert meaning(both.format("a", "b")) != meaning(both.format("b", "a"))
+
+
 def test_names_that_code_can_see_count() -> None:
     one = "def f():\n    {0} = 1\n    return locals()"
     assert meaning(one.format("a")) != meaning(one.format("b"))
