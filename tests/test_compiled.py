@@ -3,6 +3,7 @@ folder is trusted."""
 
 from __future__ import annotations
 
+import ast
 import os
 import resource
 import subprocess
@@ -210,3 +211,22 @@ def test_every_kernel_is_compiled_by_the_module_that_chooses_the_cache() -> None
         path.relative_to(package).as_posix() for path in package.rglob("*.py") if "import numba" in path.read_text()
     }
     assert users == {"compiled.py"}
+
+
+def test_kernels_pass_each_other_named_tuples() -> None:
+    """Only a kernel that Python calls has more than twelve parameters."""
+    kernels = [
+        node
+        for file in Path(kvroute.__file__).parent.rglob("*.py")
+        for node in ast.parse(file.read_bytes()).body
+        if isinstance(node, ast.FunctionDef) and any("compiled" in ast.unparse(mark) for mark in node.decorator_list)
+    ]
+    wide = {kernel.name for kernel in kernels if len(kernel.args.args) > 12}
+    called = {
+        f"{kernel.name} calls {node.func.id}"
+        for kernel in kernels
+        for node in ast.walk(kernel)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in wide
+    }
+    assert wide
+    assert called == set()

@@ -70,7 +70,9 @@ def only_cached() -> Iterator[None]:
 def compiled(function: Function) -> Function:
     """Compile `function` at its first call, or load it from the cache; division follows numpy's rules.
 
-    Kernels and constants from other modules must be imported above the first kernel of the file.
+    Kernels and constants from other modules must be imported above the first kernel of the file. Kernels pass each
+    other named tuples. A kernel that Python calls takes its arguments one by one, because each field of a named tuple
+    costs 0.1 us there.
     """
     return _compile(function)
 
