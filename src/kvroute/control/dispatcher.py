@@ -39,7 +39,8 @@ class Dispatcher:
         """The features in the order in which they are attached to a prefill."""
         decode_features += [feature for feature in self._features if "decode" in feature.legs]
         self._attached_to_decode = decode_features[::-1]
-        self.reservations = Reservations(view, offloader, self._attached)
+        holding = [feature for feature in self._attached if type(feature).release is not Feature.release]
+        self.reservations = Reservations(view, offloader, holding)
         """What requests hold; the caller reports when their steps are over."""
         shadow = view.settings.shadow_policy
         self._shadow = ShadowPolicy(self._decodes, shadow) if shadow is not None else None

@@ -17,7 +17,7 @@ from kvroute.control.state.pool import DecodePool
 from kvroute.control.view import ClusterView, PoolKey
 from kvroute.oracle import at_home
 from kvroute.policies import DecodePolicy, constrain, preferred
-from kvroute.types import SAME_NODE, TRAITS, BoolArray, Candidates, Choice, NetworkCosts, Reject, Request
+from kvroute.types import SAME_NODE, TRAITS, BoolArray, Candidates, Choice, FloatArray, NetworkCosts, Reject, Request
 
 
 class DecodeChoice:
@@ -98,9 +98,12 @@ class DecodeChoice:
         """The choice with the terms of features, which no policy has."""
         if isinstance(choice, Reject):
             return choice
-        found = (feature.decode_term(request, pool.names) for feature in self._features)
-        terms = [term for term in found if term is not None]
-        return preferred(choice, dict(terms)) if terms else choice
+        further_s: dict[str, FloatArray] = {}
+        for feature in self._features:
+            term = feature.decode_term(request, pool.names)
+            if term is not None:
+                further_s[term[0]] = term[1]
+        return preferred(choice, further_s) if further_s else choice
 
     def choose_aggregated(
         self, request: Request, model: str, at: float, avoid: Avoided
