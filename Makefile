@@ -8,8 +8,8 @@ STAMP := $(VENV)/.core
 export UV_SYSTEM_CERTS := true
 # Tests start many processes, each of which would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
-# More workers than cores, because tests wait more than half of their time.
-export PYTEST_XDIST_AUTO_NUM_WORKERS ?= $(shell expr 2 \* $$(nproc) + 1)
+# More workers than cores, because tests wait much of their time; more than twice as many only take more CPU time.
+export PYTEST_XDIST_AUTO_NUM_WORKERS ?= $(shell expr 2 \* $$(nproc))
 # Not even imported: collecting the live tests takes a second of each worker.
 TESTS := $(BIN)/pytest -n auto --dist worksteal --ignore tests/live
 DEV_STAMP := $(VENV)/.dev

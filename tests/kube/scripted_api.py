@@ -45,6 +45,7 @@ class ScriptedApi:
     """Whether requests get no answer, and open watches send nothing."""
     port: int = 0
     _server: asyncio.Server | None = None
+    _connections: set[asyncio.StreamWriter] = field(default_factory=set)
     _watches: set[asyncio.StreamWriter] = field(default_factory=set)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -67,8 +68,10 @@ class ScriptedApi:
         """Close all connections, and refuse new ones."""
         assert self._server is not None
         self._server.close()
-        await self.drop_watches()
         self._server = None
+        for writer in list(self._connections):
+            writer.close()
+        await self.drop_watches()
 
     async def drop_watches(self) -> None:
         """Close all watches without a last chunk."""
@@ -113,6 +116,10 @@ class ScriptedApi:
             self._changed.notify_all()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self.listening:  # it was accepted just before `stop`
+            writer.close()
+            return
+        self._connections.add(writer)
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 text = head.decode()
@@ -133,6 +140,7 @@ class ScriptedApi:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
+            self._connections.discard(writer)
             self._watches.discard(writer)
             writer.close()
 
