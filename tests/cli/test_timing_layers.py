@@ -45,3 +45,8 @@ def test_faults_are_one_sentence(kvroute: Kvroute, tmp_path: Path, options: tupl
     assert ended.code == 2
     assert problem.replace("\\", "") in ended.err
     assert ended.err.count("\n") == 1
+
+
+def test_a_folder_that_does_not_exist_is_named(kvroute: Kvroute, tmp_path: Path) -> None:
+    ended = kvroute("timing", "from", "layers", str(tmp_path / "gone"))
+    assert (ended.code, "gone: the folder does not exist" in " ".join(ended.err.split())) == (2, True)

@@ -116,6 +116,8 @@ def _model_of(folder: Path) -> str:
     """Return the model that the profiler names beside its tables."""
     import yaml
 
+    if not folder.is_dir():
+        raise InputError("the folder does not exist", where=str(folder), hint="give the folder of a model's tables")
     try:
         meta = yaml.safe_load((folder / "meta.yaml").read_text(encoding="utf-8"))
         return str(meta["model"])
