@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,14 +42,13 @@ def becomes(process: subprocess.Popen[str], least: int, most: int) -> bool:
 
 
 @pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["to the group, as a terminal does", "to the process"])
-def test_an_interruption_ends_the_command_and_its_workers(tmp_path: Path, send: object) -> None:
+def test_an_interruption_ends_the_command_and_its_workers(tmp_path: Path, send: Callable[[int, int], None]) -> None:
     """The parent, the server of forks, the tracker of resources and two workers run; an interruption ends them while
     cells run that would take minutes."""
     command = [sys.executable, "-m", "kvroute.cli.app", *LONG]
     with subprocess.Popen(command, cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert becomes(process, 5, 5), group_of(process)
-            assert callable(send)
             send(process.pid, signal.SIGINT)
             _, errors = process.communicate(timeout=PATIENCE_S)
             assert becomes(process, 0, 0), group_of(process)

@@ -160,7 +160,7 @@ def test_the_request_that_started_last_is_preempted_and_resumes_from_what_is_lef
 
 
 def test_a_prompt_waits_for_blocks_for_all_of_it() -> None:
-    """Of eight blocks of one token five are in use: a prompt of six waits, or begins with the three that are free."""
+    """A prompt of six tokens waits while fewer than six blocks of one token are free, or begins with those that are."""
     for reserve, third in ((True, ()), (False, ((0, 2),))):
         spec = EngineSpec(blocks=8, block_tokens=1, step_tokens=3, asynchronous=False, reserve_prompt=reserve)
         _, works = served(spec, [request(0, 0.0, 4, 3), request(1, 1.5, 6, 1)])

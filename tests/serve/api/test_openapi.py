@@ -106,7 +106,7 @@ def test_the_gateway_serves_the_description(accepting_gateway: ThreadedGateway) 
     connection.close()
 
 
-@pytest.mark.slow  # its requests are made anew in each run
+@pytest.mark.slow  # Schemathesis generates the requests again in each run
 def test_requests_and_responses_conform_to_the_description(accepting_gateway: ThreadedGateway) -> None:
     """Requests that the description allows are accepted, others rejected; statuses and bodies are those that it
     lists. Schemathesis is not loaded as a plug-in, which would make the requests in every process of a test run."""

@@ -46,8 +46,8 @@ class PolicyStates:
         at: float,
         in_flight: Iterable[tuple[int, int, int, float]],
     ) -> None:
-        """Continue with the states of the cluster before. Trackers take over their tables; every other state is told
-        again what is in flight.
+        """Continue with the states of the cluster before the change: trackers copy their tables, and every other state
+        gets the start of each transfer in flight again.
 
         Args:
             old: the states before.
