@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from kvroute_engine import renamed
 
@@ -46,34 +45,36 @@ def checks() -> tuple[Path, ...]:
     return tuple(sorted(file for part in ("tests", "*/tests", "bench") for file in ROOT.glob(f"{part}/**/*.py")))
 
 
-class ModuleNames(NamedTuple):
-    """What the tests below want of a module, which is parsed once for all of them."""
-
-    classes: list[tuple[str, int, set[str]]]
-    """Name, line and bases."""
-    loop_variables: list[tuple[str, int]]
-    """Name and line of each name that loops, comprehensions and lambdas bind."""
+_BINDS = re.compile(r"\b(?:for\s[\s\w,()*]*?\b(?:each|one)\b[\s\w,()*]*?\sin\s|lambda\b[^:\n]*\b(?:each|one)\b)")
+"""What a module has that binds one of the two names; its comments may have it, too."""
 
 
-@cache
-def names_of(file: Path) -> ModuleNames:
-    """Return the names of a module."""
-    found = ModuleNames([], [])
+def classes(file: Path) -> list[tuple[str, int]]:
+    """Return name and line of each class of a module."""
+    lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+    return [(match[1], line) for line, text in lines if (match := re.match(r"\s*class (\w+)[(:]", text))]
+
+
+def bases(file: Path, name: str) -> set[str]:
+    """Return the bases of a class of a module."""
+    nodes = ast.walk(ast.parse(file.read_bytes()))
+    (found,) = (node for node in nodes if isinstance(node, ast.ClassDef) and node.name == name)
+    return {ast.unparse(base) for base in found.bases}
+
+
+def loop_variables(file: Path) -> Iterator[tuple[str, int]]:
+    """Yield name and line of each name that loops, comprehensions and lambdas of a module bind."""
     for node in ast.walk(ast.parse(file.read_bytes())):
-        if isinstance(node, ast.ClassDef):
-            found.classes.append((node.name, node.lineno, {ast.unparse(base) for base in node.bases}))
-        elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-            bound = [name for name in ast.walk(node.target) if isinstance(name, ast.Name)]
-            found.loop_variables.extend((name.id, name.lineno) for name in bound)
+        if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+            yield from ((name.id, name.lineno) for name in ast.walk(node.target) if isinstance(name, ast.Name))
         elif isinstance(node, ast.Lambda):
-            found.loop_variables.extend((name.arg, name.lineno) for name in node.args.args)
-    return found
+            yield from ((name.arg, name.lineno) for name in node.args.args)
 
 
 def test_public_class_names_are_unique() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for file in sources():
-        for name, line, _ in names_of(file).classes:
+        for name, line in classes(file):
             if not name.startswith("_"):
                 places[name].append(f"{file.relative_to(ROOT)}:{line}")
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
@@ -84,8 +85,8 @@ def test_settings_are_what_users_write_into_files() -> None:
     wrong = [
         f"{file.relative_to(ROOT)}:{line}: {name}"
         for file in sources()
-        for name, line, bases in names_of(file).classes
-        if name.endswith("Settings") and not bases & {"Entry", "msgspec.Struct"}
+        for name, line in classes(file)
+        if name.endswith("Settings") and not bases(file, name) & {"Entry", "msgspec.Struct"}
     ]
     assert wrong == []
 
@@ -119,7 +120,8 @@ def test_loop_variables_are_named_for_what_they_hold() -> None:
     found = [
         f"{file.relative_to(ROOT)}:{line}: {name}"
         for file in (*sources(), *checks())
-        for name, line in names_of(file).loop_variables
+        if _BINDS.search(file.read_text(encoding="utf-8"))
+        for name, line in loop_variables(file)
         if name in ("each", "one")
     ]
     assert found == []

@@ -118,7 +118,7 @@ SMALL = [
     cell(THROUGHPUT, "fp16-512", HERO, 4, 4, 4096),
     cell(LOSS, "int32-100g", "retry-100us", 2, 32, 0.01, seed=3),
 ]
-_SLOW = {experiment.name for experiment in (SCALABILITY, PREDICTION, MEMORY)}
+_SLOW = {experiment.name for experiment in (SCALABILITY, PREDICTION, LATENCY, MEMORY)}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +138,7 @@ def test_another_seed_draws_other_requests() -> None:
     assert one.figures["ttft_mean_s"] != other.figures["ttft_mean_s"]
 
 
+@pytest.mark.slow
 def test_higher_rates_do_not_lower_ttft_and_tpot() -> None:
     found = [run_cell(cell(LATENCY, CHAT, WITHOUT, 4, 2, load)).figures for load in (0.25, 1.0)]
     for name in ("ttft_mean_s", "tpot_mean_ms"):
@@ -242,7 +243,7 @@ def records() -> Records:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in {*_SLOW, LATENCY.name} else name for name in VIEWS]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in _SLOW else name for name in VIEWS]
 )
 def test_every_page_has_its_figure_and_every_cell(name: str, records: Records, tmp_path: Path) -> None:
     one, some = EXPERIMENTS[name], records[name]

@@ -54,6 +54,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
+@pytest.mark.slow
 def test_no_page_loads_external_assets(site: Path) -> None:
     """No other server receives the readers' addresses, and the site can be read without the Internet."""
     pages = sorted(site.rglob("*.html"))
@@ -69,6 +70,7 @@ def test_no_page_loads_external_assets(site: Path) -> None:
         assert re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//[^)]*", sheet.read_text()) == [], sheet
 
 
+@pytest.mark.slow
 def test_every_page_in_the_repository_is_in_the_site(site: Path) -> None:
     """The site has each Markdown file of docs/ and each example file."""
     for page in (ROOT / "docs").rglob("*.md"):
@@ -78,6 +80,7 @@ def test_every_page_in_the_repository_is_in_the_site(site: Path) -> None:
         assert (site / example.relative_to(ROOT)).exists(), example
 
 
+@pytest.mark.slow
 def test_every_command_and_api_path_is_documented(site: Path) -> None:
     """The generated pages contain every command and every path of the API."""
     commands = (site / "cli.html").read_text()
@@ -92,6 +95,7 @@ def test_every_command_and_api_path_is_documented(site: Path) -> None:
     assert "generate:" not in commands + paths
 
 
+@pytest.mark.slow
 def test_every_key_of_a_cluster_file_has_a_row(site: Path) -> None:
     """Each mapping of the schema is a section with its keys."""
     schema = cluster_json_schema({"qos": QosEntry, "placement": PlacementEntry, "gateway": GatewaySettings})

@@ -368,6 +368,7 @@ def test_every_kind_of_experiment_has_a_page(name: str, tmp_path: Path) -> None:
     assert "reading.ecmp" in text
 
 
+@pytest.mark.slow
 def test_a_page_names_every_option_needed_to_repeat_its_results(tmp_path: Path) -> None:
     """Profiles if not all ran, the first seed, changed assumptions; the command's own parser reads the options."""
     experiment = EXPERIMENTS["netkv-load"]
