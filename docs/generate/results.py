@@ -1,7 +1,8 @@
 """`python -m docs.generate.results`: write tables and figures of result files into the pages.
 
 `<!-- result NAME ITEM -->` and `<!-- /result -->` enclose a table, or one figure inside a line, but not at its start: a
-line that begins with a comment is no Markdown. A bench, in `bench/results/`, has a NAME with `bench-` before.
+line that begins with a comment is no Markdown. `<!-- result NAME TABLE: CELL; COLUMN -->` encloses one cell of a table:
+the column, in the row whose first cells are CELL; ... A bench, in `bench/results/`, has a NAME with `bench-` before.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 QUOTING = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "bench" / "README.md")
 """The pages that may quote results."""
 QUOTE = re.compile(
-    r"(?P<start><!-- result (?P<name>[a-z][\w-]*) (?P<item>[\w-]+) -->)(?P<content>.*?)<!-- /result -->", re.DOTALL
+    r"(?P<start><!-- result (?P<name>[a-z][\w-]*) (?P<item>[\w-]+)(?:: (?P<cell>[^>]+))? -->)"
+    r"(?P<content>.*?)<!-- /result -->",
+    re.DOTALL,
 )
 _END = "<!-- /result -->"
 
@@ -52,7 +55,7 @@ def with_dates(text: str, results: Mapping[str, ResultFile]) -> str:
 def _remark(quote: re.Match[str], result: ResultFile, changed: list[str]) -> str:
     if not changed:
         return ""
-    if quote["item"] in result.figures:
+    if quote["item"] in result.figures or quote["cell"]:
         return f" (of {result.date})"
     return f"\n\n*Of {result.date}, by other code than that of today ({', '.join(changed)}): `{result.command}`*"
 
@@ -64,10 +67,22 @@ def _content(quote: re.Match[str], where: str, results: Mapping[str, ResultFile]
     result = results[name]
     if item in result.figures:
         return result.figures[item]
+    if item in result.tables and quote["cell"]:
+        return _cell(result.tables[item], quote["cell"], f"{where}: {name} {item}")
     if item in result.tables:
         return f"\n\n{_markdown(result.tables[item])}\n\n"
     hint = f"it has {', '.join((*result.tables, *result.figures))}"
     raise InputError(f"the result {name} has no {item!r}", where=where, hint=hint)
+
+
+def _cell(table: ResultTable, place: str, where: str) -> str:
+    *first, column = place.split("; ")
+    rows = [row for row in table.rows if row[: len(first)] == first]
+    if len(rows) != 1 or column not in table.columns:
+        raise InputError(
+            f"there is no cell {place!r}", where=where, hint="name the first cells of one row, and a column"
+        )
+    return rows[0][table.columns.index(column)]
 
 
 def _markdown(table: ResultTable) -> str:

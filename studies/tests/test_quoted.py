@@ -231,3 +231,29 @@ def test_policies_with_the_same_numbers_share_a_row(name: str) -> None:
         "`hierarchical-ring`, `heroserve`",
     ]
     assert len(policies) == (2 if name.endswith("prediction") else 8)
+
+
+def test_prose_quotes_ranges_of_heroserve() -> None:
+    """Over the published baselines alone; between the loads where 90 % fails; memory over four servers."""
+    faster = {"heroserve": 2.0, "multi-rail-ring": 0.5, "ring": 1.6}
+    quoted = HEROSERVE["heroserve-scalability"]
+    rates = records(quoted, lambda cell: 1.0, 1, rate_per_gpu=lambda cell: faster.get(cell.policy, 1.0))
+    assert quoted.figures(rates) == {"over-published": "1.25 to 2.00"}
+    quoted = HEROSERVE["heroserve-prediction"]
+    met = {("ring", 1.15): 0.8, ("ring", 1.3): 0.7, ("heroserve", 1.3): 0.8}
+    loads = records(
+        quoted, lambda cell: 1.0, 1, attainment=lambda cell: met.get((cell.policy, cell.settings["load"]), 0.95)
+    )
+    assert quoted.figures(loads) == {"sustained": "1 to 1.3"}
+    quoted = HEROSERVE["heroserve-memory"]
+    some = records(
+        quoted,
+        lambda cell: 1.0,
+        1,
+        rate_per_gpu=lambda cell: faster.get(cell.policy, 1.0) if cell.settings["span"] == 4 else 9.0,
+        kv_mean_gb_per_gpu=lambda cell: 8.0,
+        kv_mean_share=lambda cell: 0.8,
+        attainment=lambda cell: 0.99,
+    )
+    figures = quoted.figures(some)
+    assert (figures["kv-below-ring"], figures["kv-below-hierarchical-ring"]) == ("20 %", "50 %")

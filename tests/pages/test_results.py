@@ -49,8 +49,10 @@ def test_pages_have_the_content_of_the_result_files(page: str) -> None:
     assert rendered(text, str(page), RESULTS) == text
     starts = re.findall(r"<!-- result [a-z]", text)
     assert len(starts) == len(re.findall(r"<!-- /result -->", re.sub(r"`[^`\n]*`", "", text)))
-    figures = [quote for quote in QUOTE.finditer(text) if quote["item"] in RESULTS[quote["name"]].figures]
-    lines = [text[text.rfind("\n", 0, quote.start()) + 1 : quote.start()] for quote in figures]
+    inline = [
+        quote for quote in QUOTE.finditer(text) if quote["cell"] or quote["item"] in RESULTS[quote["name"]].figures
+    ]
+    lines = [text[text.rfind("\n", 0, quote.start()) + 1 : quote.start()] for quote in inline]
     assert [line for line in lines if not re.search(r"\w|\|", line)] == [], "a line that begins with it is no Markdown"
 
 
@@ -72,6 +74,16 @@ def test_an_unknown_result_or_item_is_named_with_its_page() -> None:
         rendered(PAGE, "page.md", {"other": MADE})
     with pytest.raises(InputError, match=r"page\.md.*the result some has no 'gain'"):
         rendered(PAGE, "page.md", {"some": ResultFile(command="", date="", seeds=1, code={}, tables=MADE.tables)})
+
+
+def test_a_cell_of_a_table_is_quoted_by_its_row_and_column() -> None:
+    page = "The best is <!-- result some gains: `best`; Gain -->1<!-- /result --> times as fast."
+    assert rendered(page, "page.md", {"some": MADE}) == page.replace(">1<", ">1.88<")
+    other = ResultFile(command="", date="2026-01-31", code={}, tables=MADE.tables)
+    assert "1<!-- /result --> (of 2026-01-31) times" in with_dates(page, {"some": other})
+    for place in ("`worst`; Gain", "`best`; Loss", "Gain"):
+        with pytest.raises(InputError, match=r"page\.md: some gains.*there is no cell"):
+            rendered(page.replace("`best`; Gain", place), "page.md", {"some": MADE})
 
 
 def test_the_site_shows_the_date_of_a_result_of_other_code() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import statistics
 from collections.abc import Mapping, Sequence
 
 from kvroute.planner.comparison.cells import Record
@@ -68,6 +70,17 @@ def _slowdowns(records: Sequence[Record]) -> Mapping[str, ResultTable]:
 def _rates(records: Sequence[Record]) -> Mapping[str, ResultTable]:
     [rates] = range_grids(SCALABILITY, records)
     return {"rates": table_of(rates)}
+
+
+def _over_published(records: Sequence[Record]) -> Mapping[str, str]:
+    """Return the range over the baselines of the publication."""
+    return {"over-published": _over(_rates(records)["rates"], ("ring", "switchml", "atp-5", "atp-25"))}
+
+
+def _over(rates: ResultTable, baselines: Sequence[str]) -> str:
+    columns = [rates.columns.index(f"over {baseline}") for baseline in baselines]
+    ends = [end for row in rates.rows for column in columns for end in re.findall(r"\d+\.\d+", row[column])]
+    return _ends([float(end) for end in ends])
 
 
 def _times(records: Sequence[Record]) -> Mapping[str, ResultTable]:
@@ -144,8 +157,19 @@ def _groups(records: Sequence[Record]) -> Mapping[str, ResultTable]:
 
 def _memory(records: Sequence[Record]) -> Mapping[str, str]:
     shares = [100 * record.figures["kv_mean_share"] for record in records]
+    kv_per_rate = {
+        policy: statistics.mean(
+            record.figures["kv_mean_gb_per_gpu"] / record.figures["rate_per_gpu"]
+            for record in records
+            if record.cell.policy == policy and record.cell.settings["span"] == 4
+        )
+        for policy in ("heroserve", "hierarchical-ring", "ring")
+    }
+    below = {policy: f"{100 * (1 - kv_per_rate['heroserve'] / kv):.0f} %" for policy, kv in kv_per_rate.items()}
     return {
         "in-use": f"{min(shares):.0f} to {max(shares):.0f} %",
+        "kv-below-ring": below["ring"],
+        "kv-below-hierarchical-ring": below["hierarchical-ring"],
         "attainment": f"{100 * min(record.figures['attainment'] for record in records):.1f} %",
     }
 
@@ -166,6 +190,23 @@ def _policies(records: Sequence[Record]) -> Mapping[str, ResultTable]:
     return {"policies": ResultTable(columns, [[", ".join(names), *texts] for texts, names in rows.items()])}
 
 
+def _sustained(records: Sequence[Record]) -> Mapping[str, str]:
+    """Return between which loads the share of the requests within the SLOs falls below the predicted 90 %."""
+    loads = sorted(PREDICTION.axes["load"])
+    met = {
+        (policy, load): statistics.mean(
+            record.figures["attainment"]
+            for record in records
+            if record.cell.policy == policy and record.cell.settings["load"] == load
+        )
+        for policy in PREDICTION.policies
+        for load in loads
+    }
+    held = [max((load for load in loads if met[policy, load] >= 0.9), default=0.0) for policy in PREDICTION.policies]
+    above = [min((load for load in loads if load > most), default=most) for most in held]
+    return {"sustained": f"{min(held):g} to {max(above):g}"}
+
+
 def _ends(values: Sequence[float]) -> str:
     return " to ".join(dict.fromkeys(f"{value:.2f}" for value in (min(values), max(values))))
 
@@ -177,7 +218,7 @@ QUOTED: Mapping[str, Quoted] = {
     "heroserve-latency": Quoted((LATENCY.name,), 1, SERVING_CODE, _times, profiles=_CHAT),
     "heroserve-memory": Quoted((MEMORY.name,), 1, SERVING_CODE, _groups, _memory, profiles=_CHAT),
     "heroserve-online": Quoted((ONLINE.name,), 5, ONLINE_CODE, _slowdowns),
-    "heroserve-prediction": Quoted((PREDICTION.name,), 1, SERVING_CODE, _policies, profiles=_CHAT),
-    "heroserve-scalability": Quoted((SCALABILITY.name,), 1, SERVING_CODE, _rates),
+    "heroserve-prediction": Quoted((PREDICTION.name,), 1, SERVING_CODE, _policies, _sustained, profiles=_CHAT),
+    "heroserve-scalability": Quoted((SCALABILITY.name,), 1, SERVING_CODE, _rates, _over_published),
 }
 """By name of the result."""
