@@ -17,7 +17,7 @@ from bench.quoted import QUOTED, write
 
 BENCHES = (
     *("simulate", "decision", "foresight", "arrival", "flows", "prefix", "store", "evaluation", "plan", "placement"),
-    *("storage", "switch", "gateways", "tenants"),
+    *("storage", "switch", "gateways", "tenants", "cheap_transfers"),
     *(
         "gateway.routers",
         "gateway.start_up",

@@ -97,10 +97,10 @@ def table(rows: Sequence[Row]) -> Table:
         drawn.add_row(
             row.measure,
             row.unit,
-            _number(row.ours),
-            f"{_number(row.peer)} {row.peer_name}".strip() if row.peer is not None else row.peer_name or "-",
+            number(row.ours),
+            f"{number(row.peer)} {row.peer_name}".strip() if row.peer is not None else row.peer_name or "-",
             "-" if row.ratio is None else f"{row.ratio:.2f}x",
-            "-" if row.target is None else ("≥ " if row.better == "higher" else "≤ ") + _number(row.target),
+            "-" if row.target is None else ("≥ " if row.better == "higher" else "≤ ") + number(row.target),
             {True: "yes", False: "no", None: "-"}[row.met],
         )
     return drawn
@@ -120,7 +120,8 @@ def show(rows: Sequence[Row], as_json: bool, texts: Mapping[str, str] | None = N
         console.print(f"\n{name}\n{text}", highlight=False, markup=False)
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Return a figure with three digits, or all before the point."""
     if value is None:
         return "not available"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

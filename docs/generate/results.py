@@ -11,8 +11,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from bench import quoted as benches
+
 from kvroute.types import InputError
-from kvroute_studies.shared.result_files import ResultFile, ResultTable, read_result, read_results
+from kvroute_studies.shared.result_files import ResultFile, ResultTable, read_results
 
 ROOT = Path(__file__).resolve().parents[2]
 QUOTING = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "bench" / "README.md")
@@ -27,8 +29,7 @@ _END = "<!-- /result -->"
 
 def all_results() -> dict[str, ResultFile]:
     """Return the results of studies and benches by name. Raises InputError for a file that is none."""
-    benches = {f"bench-{path.stem}": read_result(path) for path in sorted((ROOT / "bench" / "results").glob("*.json"))}
-    return read_results() | benches
+    return read_results() | benches.results()
 
 
 def rendered(text: str, where: str, results: Mapping[str, ResultFile]) -> str:
