@@ -147,7 +147,7 @@ def engine_address(engine: EngineClient) -> str:
 
 def connects_s(runtime: ClusterRuntime) -> float:
     """Return the time that Envoy may spend on connections for one request, in seconds."""
-    return float(runtime.timeouts.connect_s) * runtime.settings.retries.attempts
+    return float(runtime.settings.timeouts.connect_s) * runtime.settings.retries.attempts
 
 
 def header_changes(client: Headers, lines: bytes) -> tuple[Headers, list[bytes]]:

@@ -28,7 +28,7 @@ class PassthroughPick(PassthroughRequest):
         leg = self.leg = EnvoyPassthroughLeg(self.state, self, engines[0], now)
         body = b"" if exchange.method in READ else content.body
         call = EnvoyCall(leg, leg, exchange, engines)
-        call.send(leg.begin_attempt(now), body, first_byte_s(content, runtime.timeouts))
+        call.send(leg.begin_attempt(now), body, first_byte_s(content, runtime.settings.timeouts))
         exchange.release_body()
         return True
 

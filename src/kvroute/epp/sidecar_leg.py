@@ -25,7 +25,7 @@ class SidecarDecodeLeg(EnvoyDecodeLeg):
 
     def begin(self, now: float) -> None:
         """Send the leg."""
-        state, timeouts = self.state, self.state.runtime.timeouts
+        state, timeouts = self.state, self.state.runtime.settings.timeouts
         wait_s = timeouts.first_token_s if state.completion.stream else timeouts.answer_s
         prefill_s = 0.0 if self.aggregated else timeouts.prefill_s
         self.send(self.engine.protocol.aggregated_body(state.completion), wait_s + prefill_s, now)

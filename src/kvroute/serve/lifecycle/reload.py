@@ -115,7 +115,7 @@ class ClusterManager:
         except InputError:
             self._prompts.close()
             raise
-        self._collectors = Collectors(self.runtime, self._on_event)
+        self._collectors = Collectors(self.runtime, shared.lag, shared.jitter, self._on_event)
         self.role_switches = RoleSwitches(self.runtime, self._on_event)
         self.scaling = ScalingDriver(self.runtime, self.role_switches, queued, self._on_event)
         self._retired: list[ClusterRuntime] = []
@@ -225,7 +225,7 @@ class ClusterManager:
         self._carry_over.at_once()
         self.role_switches.take_over(old, runtime)
         self.scaling.take_over(old, runtime)
-        self._collectors = Collectors(runtime, self._on_event, collectors)
+        self._collectors = Collectors(runtime, self._shared.lag, self._shared.jitter, self._on_event, collectors)
         self.runtime, self.deployment, self._prompts = runtime, prepared.deployment, prepared.prompts
         self._prompts.change(float(runtime.settings.limits.queue_wait_s))
         return collectors
@@ -263,8 +263,8 @@ class ClusterManager:
             self._retired.remove(runtime)
             runtime.close()
             self._closed.append(runtime.control.dismantle())
-            if all(runtime.prompts is not other.prompts for other in self.clusters):
-                runtime.prompts.close()
+            if all(runtime.reading.prompts is not other.reading.prompts for other in self.clusters):
+                runtime.reading.prompts.close()
         if self._carry_over is not None and self._carry_over.over and not self._retired:
             self._carry_over = None
         if self._closed and self._freeing is None:
@@ -300,7 +300,7 @@ class ClusterManager:
             self._freeing.cancel()
         for runtime in self.clusters:
             runtime.close()
-            runtime.prompts.close()
+            runtime.reading.prompts.close()
 
     def _on_event(self, event: Event) -> None:
         """Process an event of a collector."""

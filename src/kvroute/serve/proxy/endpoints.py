@@ -129,7 +129,7 @@ class Endpoints:
         path, method = exchange.path, exchange.method
         if path in self._routed and method == b"POST":
             self._read(exchange, read_completion, self._complete)
-        elif (endpoint := self.serving.passthrough.find(path)) is not None:
+        elif (endpoint := self.serving.reading.passthrough.find(path)) is not None:
             if method in endpoint.methods:
                 self._forward(exchange, endpoint)
             else:
@@ -142,7 +142,7 @@ class Endpoints:
     def pass_any(self, exchange: ClientExchange) -> None:
         """Handle a request, which an engine gets whatever its path is, unless the gateway serves the path itself."""
         path = exchange.path
-        if is_own(path) or self.serving.passthrough.find(path) is not None:
+        if is_own(path) or self.serving.reading.passthrough.find(path) is not None:
             self.answer(exchange)
         else:
             self._forward(exchange, ANY)
@@ -225,13 +225,13 @@ class Endpoints:
 
     def _complete(self, exchange: ClientExchange, key: str | None, completion: Completion, received_at: float) -> None:
         runtime = self.serving
-        if not runtime.models.splits(completion):
-            endpoint = runtime.passthrough.find(exchange.path)
+        if not runtime.reading.models.splits(completion):
+            endpoint = runtime.reading.passthrough.find(exchange.path)
             assert endpoint is not None, "a kind that not every engine can split has a path that is passed through"
             self._passthrough(endpoint, exchange, key, passthrough_of(completion), received_at)
             return
-        if runtime.salts is not None and key is not None:
-            completion = with_salt(completion, runtime.salts.salt(key, completion.salt))
+        if runtime.reading.salts is not None and key is not None:
+            completion = with_salt(completion, runtime.reading.salts.salt(key, completion.salt))
         if runtime.placement is not None and not self._within_rates(exchange, completion.kind, key, received_at):
             return
         request_id = exchange.request_id
@@ -253,7 +253,7 @@ class Endpoints:
         key = self._key(exchange)
         if key is _UNAUTHENTICATED:
             return
-        names = self.serving.models.names()
+        names = self.serving.reading.models.names()
         rest = exchange.path[len(MODEL_PATH) :]
         name = unquote(rest.decode("latin-1"))
         if exchange.path == MODELS and not names:
@@ -297,7 +297,7 @@ class Endpoints:
         content: PassthroughBody,
         received_at: float,
     ) -> None:
-        salts = self.serving.salts
+        salts = self.serving.reading.salts
         if salts is not None and key is not None and endpoint.salted:
             content = passthrough_with_salt(content, partial(salts.salt, key))
         content = content._replace(generates=endpoint.generates)
@@ -382,7 +382,7 @@ class Endpoints:
             return KINDS[path]
         if path == MODELS or path.startswith(MODEL_PATH):
             return MODEL_LIST.name
-        endpoint = self.serving.passthrough.find(path)
+        endpoint = self.serving.reading.passthrough.find(path)
         return endpoint.name if endpoint is not None else "other"
 
     def _refuse(self, exchange: ClientExchange, status: int, body: bytes, kind: str, key: str | None) -> None:

@@ -56,9 +56,9 @@ class ModelCards:
         for name in names:
             found[name] = None
             with suppress(RequestError):  # no engine of its model is known at present
-                base = runtime.models.name(name)
+                base = runtime.reading.models.name(name)
                 cards = await self._of(base, runtime, exchange)
-                found[name] = _context_tokens(cards, (name, runtime.models.full_name(base)))
+                found[name] = _context_tokens(cards, (name, runtime.reading.models.full_name(base)))
         return found
 
     async def _of(self, model: str, runtime: ClusterRuntime, exchange: ClientExchange) -> list[Card]:

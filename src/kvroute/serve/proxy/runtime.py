@@ -95,6 +95,38 @@ class Secrets(NamedTuple):
     cache_salt: bytes
 
 
+class RequestReading:
+    """What turns a client's request into one that the core can decide on."""
+
+    def __init__(self, cluster: Cluster, settings: GatewaySettings, prompts: Prompts, salt_secret: bytes) -> None:
+        """
+        Args:
+            cluster: as it is now.
+            settings: of its `gateway` section.
+            prompts: reads prompts as the settings say.
+            salt_secret: of the cache salts.
+        """
+        self._settings = settings
+        self.prompts = prompts
+        self.models = ServedModels(cluster, settings.models, settings.adapters)
+        self.unsplit = UnsplitKinds()
+        self.salts = CacheSalts.of(settings.cache_salt, settings.keys, salt_secret)
+        """Salts by client key; None: clients share the engines' prefix caches."""
+        self.passthrough = PassthroughPaths(settings.passthrough)
+        """Paths of requests that one engine serves alone."""
+        affinity = settings.session_affinity
+        self.session_header = affinity.header.lower().encode() if affinity is not None else b""
+        """Request header that names the client's session; empty: sessions are not distinguished."""
+        self.keeps_ids = cluster.file.storage is not None or (
+            settings.offload is not None and settings.offload.copy_s > 0
+        )
+        """Whether prompts keep their token ids, because their cached prefixes may be copied or read from a store."""
+
+    def change(self, cluster: Cluster) -> None:
+        """Read the models' names of the cluster as it is now."""
+        self.models = ServedModels(cluster, self._settings.models, self._settings.adapters)
+
+
 class ClusterRuntime:
     """What a request needs: decisions, engine clients and receivers of reports. Nothing here blocks."""
 
@@ -122,9 +154,9 @@ class ClusterRuntime:
             first_number: of its first request.
         """
         self.cluster, self.settings, self.now = cluster, settings, shared.now
-        self.prompts, self.budget, self.metrics, self.state = prompts, shared.budget, shared.metrics, shared.state
-        self.tracer, self.events, self.lag, self.jitter = shared.tracer, events, shared.lag, shared.jitter
-        self.forwarder = shared.forwarder
+        self.budget, self.metrics, self.state = shared.budget, shared.metrics, shared.state
+        self.tracer, self.events, self.forwarder = shared.tracer, events, shared.forwarder
+        self.reading = RequestReading(cluster, settings, prompts, secrets.cache_salt)
         self._factory = EngineFactory(
             settings,
             weakly(self.on_availability),
@@ -142,8 +174,6 @@ class ClusterRuntime:
         if settings.offload is not None:
             scrape_s = float(settings.scrape.interval_s)
             self.wan_paths = WanPaths(cluster, self.engines, settings.offload.wan_path, scrape_s=scrape_s)
-        self.salts = CacheSalts.of(settings.cache_salt, settings.keys, secrets.cache_salt)
-        """Salts by client key; None: clients share the engines' prefix caches."""
         self.requests: dict[int, RequestInProgress] = {}
         self.callers: dict[int, Caller] = {}
         """Client of each request, by number; filled only if a log uses it."""
@@ -152,19 +182,11 @@ class ClusterRuntime:
         self.telemetry: CongestionMeasured | LinksMeasured | None = None
         """Last measurement of the network."""
         self.expected_transfers = ExpectedTransfers(cluster)
-        self.timeouts, self.reserve_output_tokens = settings.timeouts, settings.reserve_output_tokens
-        self.copy_s = settings.offload.copy_s if settings.offload is not None else 0.0
-        """Time limit for an instance to offer a cached prefix; 0: no copies."""
-        self.reads_storage = cluster.file.storage is not None
-        """Whether cached KV may be read from a store."""
         replaced = shared.tracer.replaced
         if cluster.file.discovery is not None or any(instance.engine for instance in cluster.instances):
             replaced |= {RANK_HEADER}
         self.engine_headers = EngineHeaders(settings.forward_headers, replaced, secrets.engine_key)
         """What engines receive of the clients' headers."""
-        affinity = settings.session_affinity
-        self.session_header = affinity.header.lower().encode() if affinity is not None else b""
-        """Request header that names the client's session; empty: sessions are not distinguished."""
         self.control = control
         """The core; only `report` changes it."""
         self._rooms = shared.rooms
@@ -193,10 +215,6 @@ class ClusterRuntime:
             wait_s = float(settings.limits.queue_wait_s)
             section, metrics = settings.fair_queue, shared.metrics
             self.placement = PlacementQueue(control, shared.tenancy, section, metrics, shared.now, wait_max_s=wait_s)
-        self.models = ServedModels(cluster, settings.models, settings.adapters)
-        self.unsplit = UnsplitKinds()
-        self.passthrough = PassthroughPaths(settings.passthrough)
-        """Paths of requests that one engine serves alone."""
 
     # Changes of the cluster
 
@@ -226,7 +244,7 @@ class ClusterRuntime:
             self.engines[name] = self._factory.client(instance, up=False)
             self.panics.add(self.engines[name])
         self.expected_transfers.change(self.cluster)
-        self.models = ServedModels(self.cluster, self.settings.models, self.settings.adapters)
+        self.reading.change(self.cluster)
 
     def needs(self, name: str) -> bool:
         """Whether any request is in flight on the instance, or needs the KV cache that it holds."""

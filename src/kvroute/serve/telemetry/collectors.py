@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from kvroute.http.client.callbacks import weakly
 from kvroute.http.client.poller import PollSpec
 from kvroute.http.client.pool import UpstreamPool
+from kvroute.http.loop_lag import LoopLag
 from kvroute.serve.engines.health import HealthChecks
 from kvroute.serve.engines.servers import Servers
 from kvroute.serve.observe.logs import log_event
@@ -62,11 +63,18 @@ class Collectors:
     """All collectors of one cluster, between `start` and `close`."""
 
     def __init__(
-        self, runtime: ClusterRuntime, on_event: Callable[[Event], None] | None = None, before: Collectors | None = None
+        self,
+        runtime: ClusterRuntime,
+        lag: LoopLag,
+        jitter: random.Random,
+        on_event: Callable[[Event], None] | None = None,
+        before: Collectors | None = None,
     ) -> None:
         """
         Args:
             runtime: the cluster.
+            lag: lateness of the event loop, in which no engine's health check fails.
+            jitter: draws the jitter of health checks.
             on_event: receives the events of the collectors; default: the cluster.
             before: the collectors that these replace. Their KV event subscriptions continue without interruption: a new
                 subscription may miss an eviction, so the view of that engine's cache would have to be cleared.
@@ -91,9 +99,9 @@ class Collectors:
                 path=health.path,
                 interval_s=float(health.interval_s),
                 timeout_s=float(health.timeout_s),
-                lag=runtime.lag,
+                lag=lag,
                 jitter=health.jitter,
-                draw=runtime.jitter.random,
+                draw=jitter.random,
                 on_discard=runtime.metrics.health_check_discarded,
             ),
             failures=health.failures,

@@ -59,7 +59,7 @@ class ClientDeparture:
     def _abandon(self, now: float) -> None:
         """Go on until a decode engine has fetched the KV cache, or for the time limit."""
         state, prefill, decode = self._state, self._legs.prefill, self._legs.decode
-        timeouts = state.runtime.timeouts
+        timeouts = state.runtime.settings.timeouts
         most_s = float(timeouts.abandoned_s)
         state.abandoned = True
         if decode is None or decode.waits:

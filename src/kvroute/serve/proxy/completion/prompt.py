@@ -55,8 +55,8 @@ class PromptReading:
         """Read the prompt, or begin to."""
         runtime, completion = self._state.runtime, self._state.completion
         try:
-            asks = runtime.prompts.asks_engine(completion, self._model)
-            prompt = None if asks else runtime.prompts.blocks_now(completion, self._model)
+            asks = runtime.reading.prompts.asks_engine(completion, self._model)
+            prompt = None if asks else runtime.reading.prompts.blocks_now(completion, self._model)
             if prompt is None:
                 self._task = runtime.spawn(self._read(ask=asks))
             else:
@@ -89,7 +89,7 @@ class PromptReading:
 
     async def _blocks(self, *, ask: bool) -> Prompt:
         """Args: `ask`: let an engine tokenize the prompt first."""
-        prompts, completion = self._state.runtime.prompts, self._state.completion
+        prompts, completion = self._state.runtime.reading.prompts, self._state.completion
         if ask:
             ids = await engine_token_ids(self._state, self._model)
             if ids is not None:
@@ -111,10 +111,10 @@ def core_request(state: RequestState, prompt: Prompt, model: str, now: float, *,
         both_on_arrival: whether the decode instance orders the prefill.
     """
     runtime, completion = state.runtime, state.completion
-    max_tokens, reserve = completion.max_tokens, runtime.reserve_output_tokens
+    max_tokens, reserve = completion.max_tokens, runtime.settings.reserve_output_tokens
     if max_tokens > reserve or (not max_tokens and completion.kind != "completions"):
         max_tokens = reserve  # a conversation without a limit may use the whole context
-    one_leg = completion.one_leg or runtime.unsplit.has(model, completion.kind, now)
+    one_leg = completion.one_leg or runtime.reading.unsplit.has(model, completion.kind, now)
     return Request(
         id=state.number,
         input_tokens=prompt.input_tokens,
@@ -122,8 +122,10 @@ def core_request(state: RequestState, prompt: Prompt, model: str, now: float, *,
         block_tokens=prompt.block_tokens,
         max_output_tokens=max_tokens,
         model=model,
-        one_leg=one_leg and runtime.models.one_instance_only(completion),
+        one_leg=one_leg and runtime.reading.models.one_instance_only(completion),
         copyable=prompt.ids is not None and not both_on_arrival and not completion.adapter,
         adapter=completion.adapter,
-        session=session_of(state.exchange.headers, runtime.session_header) if runtime.session_header else 0,
+        session=session_of(state.exchange.headers, runtime.reading.session_header)
+        if runtime.reading.session_header
+        else 0,
     )

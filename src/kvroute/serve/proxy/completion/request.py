@@ -108,10 +108,10 @@ class ProxiedRequest:
             state.enter(completion.kind)
             if runtime.settings.retries.continue_streams and self.legs.relayed and may_continue(completion):
                 state.record = StreamRecord(completion)
-            self.model = runtime.models.name(completion.model)
-            if adapter := runtime.models.adapter(completion.model):
+            self.model = runtime.reading.models.name(completion.model)
+            if adapter := runtime.reading.models.adapter(completion.model):
                 state.completion = structs.replace(completion, adapter=adapter)
-            self._end.reading = PromptReading(state, self, runtime.models.full_name(self.model))
+            self._end.reading = PromptReading(state, self, runtime.reading.models.full_name(self.model))
             self._end.reading.begin()
         except RequestError as refused:
             self.on_bad_request(refused)
@@ -137,7 +137,7 @@ class ProxiedRequest:
         request = self.state.request = core_request(
             self.state, prompt, self.model, now, both_on_arrival=self._both_on_arrival
         )
-        self.legs.ids = prompt.ids if request.copyable and (runtime.copy_s or runtime.reads_storage) else None
+        self.legs.ids = prompt.ids if request.copyable and runtime.reading.keeps_ids else None
         runtime.metrics.prompt_read(prompt.input_tokens)
         runtime.budget.request(now)
         if runtime.expected_transfers.due_at <= now:
@@ -218,7 +218,7 @@ class ProxiedRequest:
         if leg.storage_read is not None:
             leg.storage_read.release_kept()
         if ended_by_length(leg.body()):
-            self.runtime.unsplit.add(self.model, kind, self.runtime.now())
+            self.runtime.reading.unsplit.add(self.model, kind, self.runtime.now())
         request_id, why = state.request_id.decode("latin-1"), "its response has no kv_transfer_params"
         log_event("warning", "not_split", request_id=request_id, instance=leg.engine.name, endpoint=kind, reason=why)
 

@@ -27,7 +27,7 @@ def leaves_unfetched_kv(state: RequestState, prefill: PrefillLeg | None, decode:
     decode engine waits for what it writes.
     """
     runtime = state.runtime
-    most_s = runtime.timeouts.abandoned_s
+    most_s = runtime.settings.timeouts.abandoned_s
     if prefill is None or not most_s:
         return False
     if prefill.engine.protocol.concurrent_legs and not prefill.engine.instance.traits.writes_kv:

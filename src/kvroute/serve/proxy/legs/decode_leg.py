@@ -118,7 +118,7 @@ class DecodeLeg(Leg):
             ProtocolError: the prefill engine has not sent the transfer parameters.
         """
         state, prefill, protocol = self.state, self._prefill, self.engine.protocol
-        completion, timeouts = self.engine_request(), state.runtime.timeouts
+        completion, timeouts = self.engine_request(), state.runtime.settings.timeouts
         computed = state.prefill_done
         if self.aggregated:
             body = protocol.aggregated_body(completion)

@@ -160,7 +160,7 @@ class PassthroughRequest:
             state.enter(PASSTHROUGH)
             if exchange.query:
                 state.path = b"%b?%b" % (exchange.path, exchange.query)
-            model = runtime.models.name(content.model) if content.model else ""
+            model = runtime.reading.models.name(content.model) if content.model else ""
             self.untried = answerers(runtime.engines.values(), model, self._turn, generates=content.generates)
             now = runtime.now()
             runtime.budget.request(now)
@@ -186,7 +186,7 @@ class PassthroughRequest:
         method = b"GET" if self.state.exchange.method == b"HEAD" else self.state.exchange.method
         # An engine would read a body without a length as a second request: a GET is sent without its body.
         body = self.content.body if method != b"GET" else b""
-        leg.send(body, first_byte_s(self.content, self.runtime.timeouts), now, method=method)
+        leg.send(body, first_byte_s(self.content, self.runtime.settings.timeouts), now, method=method)
         return True
 
     def _may_retry(self, now: float) -> bool:

@@ -126,7 +126,7 @@ class PrefillLeg(Leg):
             self.on_failed(LegFailure("malformed", f"{self.who} {error}", 502, sent=False))
             return False
         self.sent_at = now
-        self.send(body, self.state.runtime.timeouts.prefill_s, now)
+        self.send(body, self.state.runtime.settings.timeouts.prefill_s, now)
         return True
 
     def head(self) -> bytes:

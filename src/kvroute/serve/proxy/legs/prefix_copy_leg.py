@@ -63,13 +63,13 @@ class PrefixCopyLeg(Leg):
 
     def begin(self, ids: Sequence[int] | None, now: float) -> None:
         """Send the leg. Args: `ids` are the prompt's tokens; None: the prefix is not copied."""
-        runtime, request = self.state.runtime, self.state.request
+        request, offload = self.state.request, self.state.runtime.settings.offload
         assert request is not None
         self.prefix_tokens = self.decision.cached_tokens // request.block_tokens * request.block_tokens
-        if ids is None or not self.prefix_tokens:
+        if ids is None or offload is None or not self.prefix_tokens:
             self._without("left_out", now)
             return
-        self.send(copy_body(self.state.completion, ids[: self.prefix_tokens]), runtime.copy_s, now, _PATH)
+        self.send(copy_body(self.state.completion, ids[: self.prefix_tokens]), offload.copy_s, now, _PATH)
 
     def on_response(self, now: float) -> None:
         """See `Leg`: the blocks are ready to be fetched."""

@@ -168,7 +168,7 @@ class StorageRead:
         self._send(part, request_bytes(b"POST", READS_PATH, part.pool.host, _JSON, body))
 
     def _send(self, part: _Part, request: bytes) -> None:
-        limit_s = self._state.runtime.timeouts.prefill_s
+        limit_s = self._state.runtime.settings.timeouts.prefill_s
         call = part.pool.send(request, part, first_byte_s=limit_s, idle_s=limit_s)
         if not part.over:
             part.call = call
