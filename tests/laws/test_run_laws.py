@@ -135,7 +135,8 @@ def test_times_are_in_order_and_parts_add_up(
     cluster: Cluster, trace: Trace, spec: ControlSpec, assumed: SimSpec
 ) -> None:
     """Arrival <= prefill start <= prefill end <= transfer end <= admission < first token <= finish. A request that
-    stays on its prefill instance has its first token when the prompt ends, and may wait for a slot after that."""
+    stays on its prefill instance has its first token when the prompt ends; without a queue of prompts it may wait for a
+    slot after that."""
     rows = simulate(cluster, trace, spec, assumed, seed=1).outcomes
     before = [rows.arrived_s, rows.prefill_started_s, rows.prefill_finished_s, rows.landed_s]
     prefills = np.array([instance.role == "prefill" for instance in cluster.instances])
@@ -192,14 +193,17 @@ def test_batches_and_memory_stay_within_limits(
         assert most <= instance.kv_capacity_bytes * (1 + 1e-9)
 
 
-def test_a_request_that_stays_on_a_busy_prefill_instance_waits_for_a_slot() -> None:
-    """The end of its prompt gives the first token. It is admitted when a slot is free, as the batch limit demands."""
+@pytest.mark.parametrize("queueing", [True, False])
+def test_a_request_that_stays_on_a_busy_prefill_instance_waits_for_a_slot(queueing: bool) -> None:
+    """The end of its prompt gives the first token. It is admitted when a slot is free, as the batch limit demands: its
+    prompt waits for the slot, or the prompt of an engine without a queue has none."""
     requests = tuple(TracedRequest(0.1 * (number // 4), 3_000, 50, (), 512) for number in range(12))
-    run = simulate(
-        cluster(batch_max=1), Trace("stay", requests), ControlSpec(decode="foresight-joint"), SimSpec(), seed=3
-    )
+    spec, assumed = ControlSpec(decode="foresight-joint"), SimSpec(prefill_queueing=queueing)
+    run = simulate(cluster(batch_max=1), Trace("stay", requests), spec, assumed, seed=3)
     rows = run.outcomes
-    assert ((rows.source == rows.target) & (rows.admitted_s > rows.first_token_s)).any()
+    stays = (rows.source == rows.target) & np.isin(rows.source, (4, 5))
+    assert stays.any()
+    assert (rows.admitted_s[stays] > rows.first_token_s[stays]).any() != queueing
     for index in range(6):
         mine = rows.target == index
         assert _most_at_once(rows.admitted_s[mine], rows.finished_s[mine], np.ones(int(mine.sum()))) <= 1

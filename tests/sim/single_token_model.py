@@ -19,6 +19,8 @@ class Arrival:
     output_tokens: int
     cached_tokens: int | None
     """None: its KV has been transferred."""
+    joins: bool = True
+    """Whether it decodes where its prompt is computed."""
 
 
 @dataclass
@@ -33,9 +35,18 @@ class Slot:
 
 
 def modelled(
-    arrivals: list[Arrival], time: IterationTime, prefill: PrefillTime, batch_max: int, chunk_tokens: int
+    arrivals: list[Arrival],
+    time: IterationTime,
+    prefill: PrefillTime,
+    batch_max: int,
+    chunk_tokens: int,
+    *,
+    whole_alone: bool = False,
 ) -> dict[int, tuple[float, float]]:
-    """Make every iteration; return (first token, finish) by request."""
+    """Make every iteration; return (first token, finish) by request; they are equal for one that does not join.
+
+    `whole_alone`: an iteration in which no request decodes computes the whole of one prompt.
+    """
     waiting = deque(sorted(range(len(arrivals)), key=lambda number: (arrivals[number].at, number)))
     slots: list[Slot] = []
     first: dict[int, float] = {}
@@ -60,7 +71,8 @@ def modelled(
         computing = deque(slot for slot in slots if slot.prompt_left)
         completed = []
         based = bool(decoding)
-        for _ in range(max(chunk_tokens - len(decoding), 1)):
+        whole = whole_alone and not decoding
+        for _ in range(computing[0].prompt_left if whole else max(chunk_tokens - len(decoding), 1)):
             if computing:
                 if not computing[0].begun and not based:
                     now += prefill.seconds(0)  # once in an iteration
@@ -73,25 +85,21 @@ def modelled(
         for slot in [*completed, *decoding]:
             slot.emitted += 1
             first.setdefault(slot.number, now)
-            if slot.emitted == arrivals[slot.number].output_tokens:
+            if not arrivals[slot.number].joins or slot.emitted == arrivals[slot.number].output_tokens:
                 slots.remove(slot)
                 ends[slot.number] = (first[slot.number], now)
     return ends
 
 
-def mixed(at: int, tokens: int, output_tokens: int, cached: float | None) -> Arrival:
+def mixed(at: int, tokens: int, output_tokens: int, cached: float | None, *, joins: bool = True) -> Arrival:
     """Return an arrival at a time that is never a boundary, where rounding decides."""
-    return Arrival(at * 0.001_000_173_7, tokens, output_tokens, None if cached is None else int(cached * (tokens - 1)))
+    cached_tokens = None if cached is None else int(cached * (tokens - 1))
+    return Arrival(at * 0.001_000_173_7, tokens, output_tokens, cached_tokens, joins)
 
 
-arrivals = st.lists(
-    st.builds(
-        mixed,
-        at=st.integers(0, 2_000),
-        tokens=st.integers(1, 500),
-        output_tokens=st.integers(1, 30),
-        cached=st.none() | st.floats(0, 1),
-    ),
-    min_size=1,
-    max_size=20,
+_sizes = {"at": st.integers(0, 2_000), "tokens": st.integers(1, 500), "output_tokens": st.integers(1, 30)}
+arrivals = st.lists(st.builds(mixed, cached=st.none() | st.floats(0, 1), **_sizes), min_size=1, max_size=20)
+prompts_of_prefill = st.lists(
+    st.builds(mixed, cached=st.floats(0, 1), joins=st.booleans(), **_sizes), min_size=1, max_size=20
 )
+"""Arrivals at a prefill instance that also decodes."""

@@ -3,24 +3,32 @@ the other and one token of a prompt after the other."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from heapq import heappop, heappush
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.sim.single_token_model import Arrival, arrivals, modelled
+from tests.sim.single_token_model import Arrival, arrivals, modelled, prompts_of_prefill
 
 from kvroute.sim.chunked_prompts import ChunkedPrompts, WaitingPrompt
-from kvroute.sim.instances import DecodeInstance
+from kvroute.sim.instances import DecodeInstance, PrefillInstance
 from kvroute.timing import IterationTime, PrefillTime, prefill_time
 from kvroute.types import DecodeSpec, LinearPrefill, QuadraticPrefill
 
 
 def simulated(
-    arrivals: list[Arrival], time: IterationTime, prefill: PrefillTime, batch_max: int, chunk_tokens: int
+    arrivals: list[Arrival],
+    time: IterationTime,
+    prefill: PrefillTime,
+    batch_max: int,
+    chunk_tokens: int,
+    *,
+    whole_alone: bool = False,
 ) -> tuple[dict[int, tuple[float, float]], int]:
     """Run the same on `DecodeInstance`; return also the number of steps."""
-    instance = DecodeInstance(0, time, batch_max, prompts=ChunkedPrompts(prefill, chunk_tokens, prefill.seconds(0)))
+    prompts = ChunkedPrompts(prefill, chunk_tokens, prefill.seconds(0), whole_alone=whole_alone)
+    instance = DecodeInstance(0, time, batch_max, prompts=prompts)
     events = [(arrival.at, -1, number) for number, arrival in enumerate(arrivals)]
     events.sort()
     first: dict[int, float] = {}
@@ -35,7 +43,7 @@ def simulated(
             if arrival.cached_tokens is None:
                 wake_s = instance.transfer_done(at, *sizes)
             else:
-                wake_s = instance.prompt_arrived(at, WaitingPrompt(*sizes, arrival.cached_tokens))
+                wake_s = instance.prompt_arrived(at, WaitingPrompt(*sizes, arrival.cached_tokens, arrival.joins))
         elif version != instance.version:
             continue
         else:
@@ -43,6 +51,7 @@ def simulated(
             steps += 1
             began |= set(step.began)
             first |= dict.fromkeys(step.computed, at)
+            ends |= {request: (at, at) for request in step.computed if not arrivals[request].joins}
             ends |= {request: (first[request], at) for request in step.finished}
             first |= dict.fromkeys(step.admitted, step.first_token_s)
             assert instance.running <= batch_max
@@ -79,6 +88,34 @@ def test_prompts_in_chunks_equal_a_model_of_single_tokens(
     assert ends.keys() == expected.keys()
     for number, pair in expected.items():
         assert ends[number] == pytest.approx(pair, rel=1e-9, abs=1e-7)
+
+
+@settings(deadline=None, max_examples=200)
+@given(prompts_of_prefill, times, prefills, st.sampled_from([1, 2, 4, 64]), st.sampled_from([1, 7, 64, 2048]))
+def test_a_prefill_instance_that_decodes_equals_a_model_of_single_tokens(
+    arrived: list[Arrival], time: IterationTime, prefill: PrefillTime, batch_max: int, chunk_tokens: int
+) -> None:
+    """Some of its prompts go on to decode there, the others leave; without a batch a prompt is computed as a whole."""
+    expected = modelled(arrived, time, prefill, batch_max, chunk_tokens, whole_alone=True)
+    ends, _ = simulated(arrived, time, prefill, batch_max, chunk_tokens, whole_alone=True)
+    assert ends.keys() == expected.keys()
+    for number, pair in expected.items():
+        assert ends[number] == pytest.approx(pair, rel=1e-9, abs=1e-7)
+
+
+@settings(deadline=None)
+@given(prompts_of_prefill, prefills, st.sampled_from([1, 4]), st.sampled_from([7, 2048]))
+def test_without_decodes_prompts_take_their_times_one_after_the_other(
+    arrived: list[Arrival], prefill: PrefillTime, batch_max: int, chunk_tokens: int
+) -> None:
+    """An instance that mixes prompts and steps equals one that never decodes, as long as none of its prompts joins."""
+    leaving = [replace(arrival, joins=False) for arrival in arrived]
+    ends, _ = simulated(leaving, DECODE, prefill, batch_max, chunk_tokens, whole_alone=True)
+    queue = PrefillInstance(0, prefill, queueing=True)
+    for number in sorted(range(len(leaving)), key=lambda number: (leaving[number].at, number)):
+        arrival = leaving[number]
+        _, finish = queue.submit(arrival.at, arrival.input_tokens, arrival.cached_tokens or 0)
+        assert ends[number] == pytest.approx((finish, finish), abs=1e-7)
 
 
 DECODE = IterationTime.of(DecodeSpec(base_s=10e-3, per_request_s=1e-3))

@@ -1,4 +1,4 @@
-"""Prompts that a decode instance computes itself, in chunks beside the steps of its batch (chunked prefill)."""
+"""Prompts that an instance computes in chunks beside the steps of its batch (chunked prefill)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from kvroute.timing import PrefillTime
 
 
 class WaitingPrompt(NamedTuple):
-    """An aggregated request on a decode instance, before its prompt begins."""
+    """A request whose prompt an instance computes itself, before the prompt begins."""
 
     request: int
     input_tokens: int
     output_tokens: int
     cached_tokens: int
+    joins: bool = True
+    """Whether it goes on to decode there; False: the prompt is all that it needs from a prefill instance."""
 
 
 @dataclass(slots=True)
 class _Prompt:
     waiting: WaitingPrompt
+    tokens: int
     left_tokens: int
     token_s: float
     """Time of one token: the prompt's own time without the base of a step, spread evenly over the tokens that are
@@ -42,6 +45,10 @@ class ChunkedPrompts:
     chunk_tokens: int
     base_s: float
     """See `step_base_s`."""
+    whole_alone: bool = False
+    """Whether an iteration without a batch computes one prompt as a whole, as a prefill instance does."""
+    begins: list[int] = field(default_factory=list)
+    """Requests whose prompts begin with the iteration in progress."""
     planned_tokens: int = 0
     """Prompt tokens of the iteration in progress."""
     _running: deque[_Prompt] = field(default_factory=deque)
@@ -54,26 +61,29 @@ class ChunkedPrompts:
         """Give a slot to a prompt. Its last token is computed in all cases, cached or not."""
         tokens = max(prompt.input_tokens - prompt.cached_tokens, 1)
         seconds = self.time.seconds(prompt.input_tokens, prompt.cached_tokens)
-        self._running.append(_Prompt(prompt, tokens, (seconds - self.base_s) / tokens))
+        self._running.append(_Prompt(prompt, tokens, tokens, (seconds - self.base_s) / tokens))
 
     def plan(self, batch: int) -> float:
         """Choose the chunks of the next iteration; return the seconds that they add to it. Args: `batch`: requests that
         decode in it."""
-        room = max(self.chunk_tokens - batch, 1)
-        self.planned_tokens, seconds, begins = 0, 0.0, False
+        whole = self.whole_alone and not batch
+        room = self._running[0].left_tokens if whole else max(self.chunk_tokens - batch, 1)
+        self.planned_tokens, seconds = 0, 0.0
         for prompt in self._running:
             tokens = min(prompt.left_tokens, room - self.planned_tokens)
             if not tokens:
                 break
             self.planned_tokens += tokens
             seconds += tokens * prompt.token_s
-            begins |= not prompt.begun
-            prompt.begun = True
-        return seconds + (self.base_s if begins and not batch else 0.0)
+            if not prompt.begun:
+                prompt.begun = True
+                self.begins.append(prompt.waiting.request)
+        return seconds + (self.base_s if self.begins and not batch else 0.0)
 
     def advance(self) -> list[WaitingPrompt]:
         """End the planned iteration; return the prompts that are complete, in order."""
         complete: list[WaitingPrompt] = []
+        self.begins = []
         while self.planned_tokens:
             prompt = self._running[0]
             tokens = min(prompt.left_tokens, self.planned_tokens)
@@ -82,3 +92,12 @@ class ChunkedPrompts:
             if not prompt.left_tokens:
                 complete.append(self._running.popleft().waiting)
         return complete
+
+    @property
+    def partly(self) -> tuple[int, float] | None:
+        """The request whose prompt is partly computed, and the share that is; None: there is none between two
+        iterations."""
+        prompt = self._running[0] if self._running else None
+        if prompt is None or prompt.left_tokens == prompt.tokens:
+            return None
+        return prompt.waiting.request, 1.0 - prompt.left_tokens / prompt.tokens

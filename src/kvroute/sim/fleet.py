@@ -44,6 +44,8 @@ class Fleet:
         for index, instance in enumerate(cluster.instances):
             self._equip(index, instance.role)
         models_of = [llm.model(instance.model) for instance in cluster.instances]
+        self.mixing: set[int] = set()
+        """Prefill instances that also decode, and compute prompts beside the steps of their batch."""
         self.layers = [sum(group.count for group in model.layers) for model in models_of]
         self.keeps_states = [bool(model.request_state_bytes) for model in models_of]
         """True for instances whose model has layers that keep a state per request."""
@@ -69,6 +71,19 @@ class Fleet:
         if index not in self.decode:
             self._equip(index, "decode")
         return self.decode[index]
+
+    def mix(self, index: int) -> None:
+        """Let a prefill instance compute further prompts beside its batch, once it has computed those submitted."""
+        if index not in self.mixing:
+            self.mixing.add(index)
+            decode = self.decode[index]
+            decode.paused_until_s = max(decode.paused_until_s, self.prefill[index].free_at_s)
+            self._set_whole_alone(index, whole=True)
+
+    def _set_whole_alone(self, index: int, *, whole: bool) -> None:
+        prompts = self.decode[index].prompts
+        assert prompts is not None, "every instance can compute prompts"
+        prompts.whole_alone = whole
 
     def take(self, index: int) -> None:
         """Add one request to an instance."""
@@ -109,6 +124,9 @@ class Fleet:
         role = self._becoming.pop(index)
         self.memory.index.clear(index)
         self._equip(index, role)
+        if index in self.mixing:
+            self.mixing.remove(index)
+            self._set_whole_alone(index, whole=False)
         self.role_switches += 1
         return role
 

@@ -146,7 +146,10 @@ class GatewayCores:
                 continue
             capacity = memory.capacity_blocks[index]
             used = (capacity - memory.free_blocks(index)) / capacity if capacity else 0.0
-            running, waiting = decode.running + min(count, 1), decode.waiting + max(count - 1, 0)
+            # The prompts of a prefill instance that mixes them with its batch are those counted here.
+            mixing = index in self._fleet.mixing
+            running, waiting = (decode.batch, 0) if mixing else (decode.running, decode.waiting)
+            running, waiting = running + min(count, 1), waiting + max(count - 1, 0)
             yield InstanceMeasured(at, instance.name, running, waiting, min(used, 1.0))
 
     def _connect(self) -> None:

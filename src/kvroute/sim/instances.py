@@ -59,11 +59,13 @@ class DecodeStep:
     pulls: tuple[int, ...] = ()
     """Requests whose transfers start now."""
     began: tuple[int, ...] = ()
-    """Aggregated requests whose prompt begins now."""
+    """Requests whose prompt gets a slot now."""
     computed: tuple[int, ...] = ()
-    """Aggregated requests whose prompt is complete; they have their first token now."""
+    """Requests whose prompt is complete; they have their first token now."""
     tokens: int = 0
     """Tokens that the iteration which starts now computes."""
+    version: int = 0
+    """Version of the plan."""
 
 
 @dataclass(slots=True)
@@ -108,7 +110,7 @@ class DecodeInstance:
         return self.batch + (len(self.prompts) if self.prompts is not None else 0)
 
     def prompt_arrived(self, at: float, prompt: WaitingPrompt) -> float | None:
-        """Add an aggregated request. Return the time of the next `step` if it has changed."""
+        """Add a request whose prompt is computed here. Return the time of the next `step` if it has changed."""
         assert self.prompts is not None, "this instance computes no prompts"
         return self._add(at, prompt)
 
@@ -232,14 +234,16 @@ class DecodeInstance:
             began=tuple(began),
             computed=tuple(computed),
             tokens=tokens,
+            version=self.version,
         )
         return changes, wake_s
 
     def _computed(self) -> list[int]:
         """Let the requests whose prompt is complete join the batch, with their first token."""
         prompts = self.prompts.advance() if self.prompts is not None else []
-        for request, input_tokens, output_tokens, _ in prompts:
-            self._join(request, input_tokens, output_tokens, emitted=min(output_tokens, 1))
+        for request, input_tokens, output_tokens, _, joins in prompts:
+            if joins:
+                self._join(request, input_tokens, output_tokens, emitted=min(output_tokens, 1))
         return [prompt.request for prompt in prompts]
 
     def _join(self, request: int, input_tokens: int, output_tokens: int, *, emitted: int) -> None:

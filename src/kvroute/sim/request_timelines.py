@@ -170,7 +170,7 @@ class RequestTimelines:
             if decision.source == decision.target:
                 self._kept.add(request)
                 if not self._whole.serves(source):
-                    self._fleet.decoding(source)
+                    self._prefills.keep(source)
         if prefill.copy_from:
             self._prefixes.copy(request, prefill)
         else:
@@ -190,7 +190,7 @@ class RequestTimelines:
         if self._whole.serves(source):
             self._whole.submit(request, source)
             return
-        self._prefills.submit(request, streams=self._streams_kv(request))
+        self._prefills.submit(request, streams=self._streams_kv(request), kept=request in self._kept)
 
     def _streams_kv(self, request: int) -> bool:
         """Return True if the request's KV cache is sent while it is computed."""
@@ -244,7 +244,7 @@ class RequestTimelines:
             self._router.stored(source, self._delivery.cached(request), evicted)
         self._router.release(source)
         self._outcomes.first_token_s[request] = now
-        if self._whole.serves(source):
+        if self._whole.serves(source) or source in self._fleet.mixing:
             self._outcomes.admitted_s[request] = now
             self._router.handle(Admitted(now, request))
             return

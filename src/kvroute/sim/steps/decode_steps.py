@@ -1,4 +1,4 @@
-"""Decode instances of a run: their steps, the prompts that they compute, and the first tokens of requests."""
+"""Instances of a run that decode: their steps, the prompts that they compute, and the first tokens of requests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 from kvroute.sim.chunked_prompts import WaitingPrompt
 from kvroute.sim.groups.iterations import Iterations
 from kvroute.sim.groups.lock_step import DecodeRanks
+from kvroute.sim.groups.pipelines import PipelinePrompt
 from kvroute.sim.instances import DecodeStep
 from kvroute.sim.run_parts import RunParts
 from kvroute.types import Admitted
@@ -37,6 +38,8 @@ class DecodeSteps:
         self._fleet, self._delivery, self._outcomes = parts.fleet, parts.delivery, parts.outcomes
         self._shared, self._iterations = parts.groups.traffic, iterations
         self._answered, self._pulled = answered, pulled
+        self._queued: dict[int, PipelinePrompt] = {}
+        """Prompts on prefill instances that also decode, by request."""
         self._ranks: dict[int, DecodeRanks] = {}
         """Instances that step together with others, by index."""
         self._paused_s: dict[int, float] = {}
@@ -53,6 +56,19 @@ class DecodeSteps:
         traced = self._trace[request]
         prompt = WaitingPrompt(request, traced.input_tokens, traced.output_tokens, cached_tokens)
         self._plan_step(target, self._fleet.decode[target].prompt_arrived(self._agenda.now, prompt))
+
+    def add_queued(self, source: int, prompt: PipelinePrompt, *, output_tokens: int) -> None:
+        """Let a prefill instance that also decodes compute a prompt.
+
+        Args:
+            source: the instance.
+            prompt: the prompt, or a request for a cached prefix.
+            output_tokens: of a request that the instance will go on to decode; 0: it will not.
+        """
+        self._queued[prompt.number] = prompt
+        input_tokens = prompt.cached_tokens + prompt.tokens
+        waiting = WaitingPrompt(prompt.number, input_tokens, output_tokens, prompt.cached_tokens, output_tokens > 0)
+        self._plan_step(source, self._fleet.decode[source].prompt_arrived(self._agenda.now, waiting))
 
     def add_prefilled(self, target: int, request: int) -> None:
         """Let an instance go on with a request whose prompt it has computed; that gave the first token."""
@@ -104,14 +120,17 @@ class DecodeSteps:
             self._iterations.start("decode", traffic, step.tokens, seconds, ended)
             return
         self._record_first_tokens(step.admitted, step.first_token_s, step.iteration_s)
-        self._agenda.at(wake_s, self._step, target, decode.version)
+        if decode.version == step.version:  # else a request that came meanwhile has changed the plan
+            self._agenda.at(wake_s, self._step, target, decode.version)
 
     def _boundary(self, target: int) -> tuple[DecodeStep, float | None]:
         """Process an iteration boundary of an instance now: requests leave and join. Return the changes and the time
         of its next boundary with a change, if it iterates on its own; None: it is idle."""
         now, outcomes = self._agenda.now, self._outcomes
         step, wake_s = self._fleet.decode[target].step(now)
-        if step.began or step.computed:
+        if target in self._fleet.mixing:
+            self._queued_stepped(target, step)
+        elif step.began or step.computed:
             self._prompts_stepped(target, step)
         for request in step.finished:
             self._answered(request, target)
@@ -136,6 +155,23 @@ class DecodeSteps:
                 self._record_first_tokens((request,), now, step.iteration_s or math.nan)
         for request in step.began:
             outcomes.prefill_started_s[request] = now
+
+    def _queued_stepped(self, source: int, step: DecodeStep) -> None:
+        """Report the prompts that a prefill instance completes, continues and begins."""
+        decode = self._fleet.decode[source]
+        assert decode.prompts is not None, "every instance can compute prompts"
+        partly, begins, batch = decode.prompts.partly, decode.prompts.begins, decode.batch
+        for request in step.computed:
+            self._queued.pop(request).ended(request)
+            if self._outcomes.target[request] == source:
+                self._outcomes.entry_iteration_s[request] = step.iteration_s or math.nan
+        if partly is not None:
+            progressed = self._queued[partly[0]].progressed
+            if progressed is not None:
+                progressed(*partly)
+        for request in begins:
+            prompt = self._queued[request]
+            prompt.begun(request, max(-(-prompt.tokens // decode.prompts.chunk_tokens), 1) if batch else 1)
 
     def _iterated(self, target: int, admitted: tuple[int, ...], began_s: float) -> None:
         """End an iteration whose all-reduces share links; the next one begins."""

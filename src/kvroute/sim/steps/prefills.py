@@ -61,38 +61,58 @@ class Prefills:
         """Add a request for a cached prefix to the queue of the instance that has it. Args: `held`: called with the
         request, and 0, at its end."""
         prefill = self._fleet.prefill[holder]
-        if holder in self._queues:
+        if holder in self._queues or holder in self._fleet.mixing:
             seconds = prefill.time.seconds(tokens, tokens)
             prompt = PipelinePrompt(request, 0, seconds, lambda _, __: None, lambda number: held(number, 0))
-            self._queues[holder].submit(prompt)
+            if holder in self._queues:
+                self._queues[holder].submit(prompt)
+            else:
+                self._decodes.add_queued(holder, prompt, output_tokens=0)
             return
         _, held_s = prefill.submit(self._agenda.now, tokens, tokens)
         self._agenda.at(held_s, held, request)
 
-    def submit(self, request: int, *, streams: bool) -> None:
-        """Add a request to the queue of its instance. Args: `streams`: its KV cache is sent while it is computed."""
+    def keep(self, source: int) -> None:
+        """Let an instance also decode requests. Where its prompts have one queue and one stage, it computes them beside
+        the steps of its batch (chunked prefill); else its batch waits for each prompt."""
+        self._fleet.decoding(source)
+        if self._mixes(source):
+            self._fleet.mix(source)
+
+    def _mixes(self, source: int) -> bool:
+        prefill = self._fleet.prefill[source]
+        return source not in self._queues and prefill.queueing and prefill.stages == 1
+
+    def submit(self, request: int, *, streams: bool, kept: bool) -> None:
+        """Add a request to the queue of its instance.
+
+        Args:
+            request: number of the request.
+            streams: its KV cache is sent while it is computed.
+            kept: its instance will go on to decode it.
+        """
         traced, outcomes, source = self._trace[request], self._outcomes, int(self._outcomes.source[request])
         cached_tokens = int(outcomes.cached_tokens[request])
-        if source in self._queues:
-            self._submit_prompt(request, source, cached_tokens, streams=streams)
+        if source in self._queues or source in self._fleet.mixing:
+            self._submit_prompt(request, source, cached_tokens, streams=streams, kept=kept)
             return
         start, finish = self._fleet.prefill[source].submit(self._agenda.now, traced.input_tokens, cached_tokens)
         outcomes.prefill_started_s[request] = start
-        if source in self._fleet.decode:
+        if source in self._fleet.decode and not self._mixes(source):
             self._agenda.at(start, self._computing, request)
         if streams:
             self._plan_stream(request, start, finish, self._fleet.layers[source])
         self._agenda.at(finish, self._ended, request)
 
-    def _submit_prompt(self, request: int, source: int, cached_tokens: int, *, streams: bool) -> None:
+    def _submit_prompt(self, request: int, source: int, cached_tokens: int, *, streams: bool, kept: bool) -> None:
         """Add the request to the queue of an instance whose prompts have no known end."""
-        input_tokens, queue = self._trace[request].input_tokens, self._queues[source]
+        input_tokens = self._trace[request].input_tokens
         seconds = self._fleet.prefill[source].time.seconds(input_tokens, cached_tokens)
         tokens = max(input_tokens - cached_tokens, 0)
 
         def begun(number: int, slices: int) -> None:
             self._outcomes.prefill_started_s[number] = self._agenda.now
-            if source in self._fleet.decode:
+            if source in self._fleet.decode and source not in self._fleet.mixing:
                 self._computing(number, 0)
             if streams:
                 kv_bytes = float(self._outcomes.kv_bytes[number])
@@ -103,12 +123,14 @@ class Prefills:
             self._ended(number, 0)
 
         progressed = self._streams.progressed if streams else None
-        queue.submit(
-            PipelinePrompt(request, tokens, seconds, begun, ended, progressed, min(cached_tokens, input_tokens))
-        )
+        prompt = PipelinePrompt(request, tokens, seconds, begun, ended, progressed, min(cached_tokens, input_tokens))
+        if source in self._queues:
+            self._queues[source].submit(prompt)
+        else:
+            self._decodes.add_queued(source, prompt, output_tokens=self._trace[request].output_tokens if kept else 0)
 
     def _computing(self, request: int, _: int) -> None:
-        """Begin a prompt on an instance that also decodes: its batch waits until the prompt is complete."""
+        """Begin a prompt on an instance whose batch waits until the prompt is complete."""
         source = int(self._outcomes.source[request])
         prefill = self._fleet.prefill[source]
         tokens, cached_tokens = self._trace[request].input_tokens, int(self._outcomes.cached_tokens[request])

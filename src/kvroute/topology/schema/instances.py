@@ -112,7 +112,7 @@ class InstanceDefaults(Entry, frozen=True, kw_only=True):
     """Rate at which an instance loads KV from storage of its own, all shards together."""
     timing: Name = "default"
     chunk_tokens: Count = 2048
-    """Tokens that a decode instance computes in one iteration at most, prompts included (vLLM:
+    """Tokens that an instance computes in one step at most, those of prompts and of responses together (vLLM:
     `max_num_batched_tokens`)."""
 
 
