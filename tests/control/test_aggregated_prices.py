@@ -40,6 +40,7 @@ class Instance(NamedTuple):
     chunks: int
     delayed: int
     share: float
+    stretch_s: float
     session_s: float
 
 
@@ -53,6 +54,7 @@ instances = st.builds(
     chunks=st.integers(1, 9),
     delayed=counts,
     share=st.floats(0.0, 0.9),
+    stretch_s=st.floats(-0.1, 2.0),
     session_s=st.floats(-1.0, 0.0),
 )
 pools = st.lists(st.tuples(st.lists(instances, min_size=1, max_size=5), st.booleans()), min_size=1, max_size=2)
@@ -89,6 +91,7 @@ def pool_of(members: list[Instance], *, kept: bool, sessions: bool) -> Aggregate
         column("chunks"),
         column("delayed"),
         column("share"),
+        column("stretch_s"),
         kept,
         column("session_s") if sessions else None,
     )
@@ -104,15 +107,19 @@ def parts_of(
     others_s = max(member.prefill_s + own_s - free_s, 0.0) if member.delayed else 0.0
     beyond_s = min(others_s, member.prefill_s) + max(own_s - free_s, 0.0)
     lost_s = busy * min(loss_s or 0.0, member.prefill_s)
+    reserve_s = spec.delay_weight * response_s / max(member.prefill_s, spec.step_floor_s) * lost_s
+    stretch_s, most = max(member.stretch_s, 0.0), min(busy, 0.9)
+    longer = stretch_s / (member.prefill_s + stretch_s) if stretch_s else 0.0
+    reserve_s += spec.delay_weight * (longer * response_s * most / (1 - most) / (member.batch + 1))
     return [
         max(float(load.wait_s[index]), member.prompts_s),
         member.prefill_s,
         0.0,
-        0.0 if kept or not member.batch else member.chunks * step_s,
+        member.chunks * step_s if member.batch else 0.0,
         float(load.slot_s[index]),
         spec.delay_weight * member.delayed * member.prefill_s,
         spec.delay_weight * response_s * member.share / (1 - member.share),
-        spec.delay_weight * response_s / max(member.prefill_s, spec.step_floor_s) * lost_s if kept else 0.0,
+        reserve_s if kept else 0.0,
         float(load.batch_s[index]),
         0.0 if loss_s is None else spec.token_delay_price * beyond_s,
     ]
@@ -121,7 +128,7 @@ def parts_of(
 def missed_by(spec: ForesightSpec, members: list[Instance], load: LoadPrices, index: int, kept: bool) -> int:
     """The number of targets missed, by docs/policies.md."""
     member, others = members[index], reduce(add, (delayed.delayed / len(members) for delayed in members), 0.0)
-    steps_s = 0.0 if kept or not member.batch else member.chunks * (0.01 + 0.0005 * member.batch)
+    steps_s = member.chunks * (0.01 + 0.0005 * member.batch) if member.batch else 0.0
     ttft_s = max(float(load.wait_s[index]), member.prompts_s) + member.prefill_s + steps_s
     tpot_s = float(load.response_s[index]) / OUTPUT_TOKENS / (1 - member.share)
     delays = member.delayed or not spec.ttft or others * member.prefill_s > 0.2 * float(load.response_s[index])

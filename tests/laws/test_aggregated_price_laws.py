@@ -31,6 +31,7 @@ class Situation(NamedTuple):
 
     prefill_s: float
     share: float
+    stretch_s: float
     base_s: float
     per_request_s: float
     prompts_s: float
@@ -41,6 +42,7 @@ situations = st.builds(
     Situation,
     prefill_s=st.floats(0.001, 20.0),
     share=st.floats(0.0, 0.89),
+    stretch_s=st.floats(-0.1, 2.0),
     base_s=st.floats(0.001, 0.1),
     per_request_s=st.floats(0.0, 0.002),
     prompts_s=st.floats(0.0, 20.0),
@@ -70,6 +72,7 @@ def price(now: Situation, batch: int, delayed: int, busy: float, *, kept: bool, 
         chunks=np.array([3]),
         delayed=np.array([delayed]),
         share=np.array([now.share]),
+        stretch_s=np.array([now.stretch_s]),
         kept=kept,
     )
     spec, nothing = ForesightSpec(), np.zeros(1, dtype=np.int64)
@@ -86,7 +89,7 @@ def price(now: Situation, batch: int, delayed: int, busy: float, *, kept: bool, 
     delayed=counts,
     busy=st.floats(0.0, 1.0),
     kept=st.booleans(),
-    which=st.integers(0, 5),
+    which=st.integers(0, 6),
 )
 def test_a_small_change_never_makes_a_price_jump(
     before: Situation, batch: int, delayed: int, busy: float, kept: bool, which: int

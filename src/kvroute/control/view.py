@@ -93,6 +93,11 @@ class ClusterView:
         }
         self.kept = self._kept()
         """Prefill instances that can go on to decode a request, as decode pools; a KV cache is never sent to them."""
+        self.kept_positions: dict[PoolKey, IntArray] = {
+            key: np.array([self.prefill[key[0]].position[index] for index in pool.ids.tolist()], dtype=np.int64)
+            for key, pool in self.kept.items()
+        }
+        """Position in the prefill pool of each instance of a pool of `kept`."""
         pools: list[PrefillPool | DecodePool] = [
             *self.prefill.values(),
             *self.decode.values(),
@@ -256,7 +261,7 @@ class ClusterView:
 
     def prefill_candidates(self, request: Request, model: str, at: float, avoid: Avoided) -> PrefillCandidates:
         """The prefill pool as the candidates of a request. Instances that have failed it are allowed only if no other
-        is left, beginning with the one that failed first."""
+        is left, beginning with the one that failed first. A prompt takes longer beside requests that decode there."""
         pool = self.prefill[model]
         if self.options.prefill_cache and request.blocks:
             # The last token is always computed: its output is the first logits.
@@ -274,6 +279,10 @@ class ClusterView:
             rest = pool.slow_start.without_limited(usable, pool.sites, at)
             allowed = allowed if rest is None else rest
         prefill_s = pool.prefill_s(request.input_tokens, hit_tokens)
+        for key, kept in self.kept.items():
+            if key[0] == model and kept.batch.any():
+                positions = self.kept_positions[key]
+                prefill_s[positions] += kept.beside_s(request.input_tokens - hit_tokens[positions])
         queue_s = self.reads.queue_s()[pool.ids] if self.reads is not None else None
         return PrefillCandidates(pool.names, pool.pending_s(at), hit_tokens, prefill_s, allowed, queue_s)
 

@@ -11,37 +11,31 @@ from kvroute.control.booking import Avoided
 from kvroute.control.state.pool import DecodePool
 from kvroute.control.view import ClusterView, PoolKey
 from kvroute.policies import AggregatedCandidates, AggregatedOffer, PrefillCandidates
-from kvroute.timing import PrefillTime, prefill_each_s, prefill_time, step_base_s
+from kvroute.timing import PrefillTime, prefill_each_s, prefill_time
 from kvroute.types import TRAITS, BoolArray, Candidates, FloatArray, IntArray, Request, Role
 
 
 class AggregatedOfferBuilder:
-    """Offers decode instances that compute a prompt, and prefill instances that go on to decode. It books nothing."""
+    """Offers decode instances that compute a prompt, and prefill instances that go on to decode. It books nothing.
+
+    Both compute a prompt in chunks beside their batch, whose steps have the base of a prefill.
+    """
 
     def __init__(self, view: ClusterView, roles: frozenset[Role]) -> None:
         """Args: `roles`: of the instances that are offered."""
         self._view = view
         self._times: dict[PoolKey, list[tuple[PrefillTime, IntArray]]] = {}
         """For each pool whose engines can compute prompts: each timing, and the positions of its instances."""
-        self._chunk_tokens: dict[PoolKey, IntArray] = {}
-        self._base_s: dict[PoolKey, FloatArray] = {}
-        """For each such pool and instance: see `step_base_s`."""
         timing, instances = view.cluster.timing, view.cluster.instances
         for key, pool in view.decode.items():
             if "decode" in roles and TRAITS[key[1]].decode_prefills:
                 members = [instances[index] for index in pool.ids.tolist()]
-                self._chunk_tokens[key] = np.array([member.chunk_tokens for member in members], dtype=np.int64)
-                self._base_s[key] = np.array([step_base_s(timing[member.timing]) for member in members])
                 names = np.array([member.timing for member in members])
                 self._times[key] = [
                     (prefill_time(timing[name].prefill), np.flatnonzero(names == name))
                     for name in sorted(set(names.tolist()))
                 ]
-        self._prefill_positions: Mapping[PoolKey, IntArray] = {
-            key: np.array([view.prefill[key[0]].position[index] for index in pool.ids.tolist()], dtype=np.int64)
-            for key, pool in view.kept.items()
-            if "prefill" in roles
-        }
+        self._prefill_positions: Mapping[PoolKey, IntArray] = view.kept_positions if "prefill" in roles else {}
 
     @property
     def ids(self) -> list[int]:
@@ -110,41 +104,40 @@ class AggregatedOfferBuilder:
     def _decoding(
         self, request: Request, key: PoolKey, usable: BoolArray, share: FloatArray, at: float
     ) -> AggregatedCandidates:
-        """The decode instances of a pool. They compute a prompt in chunks beside their batch, whose steps have the base
-        of a prefill."""
+        """The decode instances of a pool."""
         view, pool = self._view, self._view.decode[key]
         # The last token is always computed: its output is the first logits.
         most = max(request.input_tokens - 1, 0)
         hit_tokens = view.caches.reusable_tokens(request, key[0], pool.ids, most)
         candidates = self._candidates(request, key, pool, hit_tokens, usable)
-        room = np.maximum(self._chunk_tokens[key] - pool.batch, 1)
-        chunks = -(-(request.input_tokens - hit_tokens) // room)
         prefill_s = self._prefill_s(key, request.input_tokens, hit_tokens)
-        prefill_s -= np.where(pool.batch > 0, self._base_s[key], 0.0)
         return AggregatedCandidates(
             candidates,
             pool.prompts_s(at),
-            prefill_s,
-            chunks,
+            prefill_s - pool.shared_base_s(),
+            pool.chunks(request.input_tokens - hit_tokens),
             pool.batch + pool.queued,
             share,
+            np.zeros(len(pool.ids)),
             session_s=view.sessions.term_s(request.session, "decode", pool.names),
         )
 
     def _kept(
         self, request: Request, key: PoolKey, prefill: PrefillCandidates, usable: BoolArray, share: FloatArray
     ) -> AggregatedCandidates:
-        """The prefill instances of a pool. They compute prompts first: a decode step waits for the prompts ahead."""
+        """The prefill instances of a pool, whose times to compute the prompt contain the steps beside it."""
         pool, own, positions = self._view.kept[key], self._view.prefill[key[0]], self._prefill_positions[key]
         candidates = self._candidates(request, key, pool, prefill.hit_tokens[positions], usable)
+        tokens = request.input_tokens - prefill.hit_tokens[positions]
         delayed = pool.batch + own.assigned[positions] + own.others[positions]
         return AggregatedCandidates(
             candidates,
             prefill.pending_s[positions],
-            prefill.prefill_s[positions],
-            np.ones(len(positions), dtype=np.int64),
+            prefill.prefill_s[positions] - pool.beside_s(tokens) - pool.shared_base_s(),
+            pool.chunks(tokens),
             delayed,
             share[positions],
+            pool.stretch_s(tokens),
             kept=True,
             session_s=self._view.sessions.term_s(request.session, "decode", pool.names),
         )

@@ -158,8 +158,6 @@ class Pairing:
 def _picked(pools: tuple[DecodePool, ...], offer: AggregatedOffer, aggregated: AggregatedChoice) -> AggregatedPick:
     choice, offered = aggregated.decode, offer.pools[aggregated.pool]
     parts = choice.terms.parts
-    prompt_s = float(parts["prefill_s"][choice.index])
-    if not offered.kept:
-        prompt_s += float(parts["steps_s"][choice.index])
+    prompt_s = float(parts["prefill_s"][choice.index]) + float(parts["steps_s"][choice.index])
     pick = DecodePick(choice, offered.candidates, SAME_NODE)
     return AggregatedPick(pools[aggregated.pool], offered.kept, pick, aggregated.compared, prompt_s)

@@ -13,7 +13,7 @@ from kvroute.control.state.kernels import work_ahead
 from kvroute.control.state.slow_start import SlowStart
 from kvroute.llm import Model
 from kvroute.policies.foresight.sight import RECENT_S, recent_s
-from kvroute.timing import PrefillTime, prefill_each_s
+from kvroute.timing import PrefillTime, prefill_each_s, step_base_s
 from kvroute.types import BoolArray, Candidates, FloatArray, Instance, IntArray, Request, TimingSpec
 
 _MEAN_WEIGHT = 0.1
@@ -73,6 +73,9 @@ class DecodePool:
     capacity_bytes: FloatArray
     iteration_base_s: FloatArray
     iteration_per_request_s: FloatArray
+    chunk_tokens: IntArray
+    step_base_s: FloatArray
+    """See `kvroute.timing.step_base_s`."""
     up: BoolArray
     partner: BoolArray
     """Whether an instance takes KV from others; an instance of role `both` serves only itself."""
@@ -113,6 +116,8 @@ class DecodePool:
             capacity_bytes=np.array([instance.kv_capacity_bytes for _, instance in members]),
             iteration_base_s=np.array([spec.base_s for spec in specs]),
             iteration_per_request_s=np.array([spec.per_request_s for spec in specs]),
+            chunk_tokens=np.array([instance.chunk_tokens for _, instance in members], dtype=np.int64),
+            step_base_s=np.array([step_base_s(timing[instance.timing]) for _, instance in members]),
             up=np.ones(count, dtype=np.bool_),
             partner=np.array([instance.role != "both" for _, instance in members], dtype=np.bool_),
             others_batch=np.zeros(count, dtype=np.int64),
@@ -206,6 +211,28 @@ class DecodePool:
     def prompts_s(self, at: float) -> FloatArray:
         """Seconds until each instance has computed the prompts of its aggregated requests."""
         return np.maximum(self.prompts_until_s - at, 0.0)
+
+    def chunks(self, tokens: IntArray) -> IntArray:
+        """Number of steps over which a prompt is divided beside the batch of each instance, [n]. Args: `tokens`: those
+        to compute, [n]."""
+        chunks: IntArray = -(-tokens // np.maximum(self.chunk_tokens - self.batch, 1))
+        return chunks
+
+    def shared_base_s(self) -> FloatArray:
+        """Seconds of a prompt's time that the batch of each instance saves, because its step has the base, [n]."""
+        return np.where(self.batch > 0, self.step_base_s, 0.0)
+
+    def beside_s(self, tokens: IntArray) -> FloatArray:
+        """Seconds by which the batch of each instance makes a prompt longer: a step beside each chunk, less the base
+        that both share, [n]. Args: see `chunks`."""
+        step_s = self.iteration_base_s + self.iteration_per_request_s * self.batch
+        return np.where(self.batch > 0, self.chunks(tokens) * step_s, 0.0) - self.shared_base_s()
+
+    def stretch_s(self, tokens: IntArray) -> FloatArray:
+        """Seconds by which a batch of one would make a prompt longer on each instance, [n]. Args: see `chunks`."""
+        step_s = self.iteration_base_s + self.iteration_per_request_s
+        stretch_s: FloatArray = -(-tokens // self.chunk_tokens) * step_s - self.step_base_s
+        return stretch_s
 
     def book_prompt(self, position: int, at: float, seconds: float) -> None:
         """Book the prompt of an aggregated request."""

@@ -2,7 +2,7 @@
 
 A decode instance computes a prompt in chunks beside decode steps. This saves the transfer and the queue of a prefill
 instance, uses the prefix cached there, and delays the requests that decode there. A prefill instance can go on to
-decode the request: this saves the transfer, and the decode waits for other prompts.
+decode the request: this saves the transfer, and from then on its prompts are computed in chunks beside the steps.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ class AggregatedCandidates(NamedTuple):
     prompts_s: FloatArray
     """Seconds until the prompts that are booked on each instance are complete, [n]."""
     prefill_s: FloatArray
-    """Seconds to compute this prompt on an instance that does nothing else, given its cached prefix, [n]."""
+    """Seconds to compute this prompt, given its cached prefix, without decode steps between its chunks, [n]."""
     chunks: IntArray
-    """Number of iterations over which the prompt is divided, [n]; of no meaning with `kept`."""
+    """Number of iterations over which the prompt is divided beside a batch, [n]."""
     delayed: IntArray
     """Requests on each instance that are delayed by one more prompt, [n]."""
     share: FloatArray
     """Share of the time that each instance spends on prompts, [n]."""
+    stretch_s: FloatArray
+    """Seconds by which the steps of one response beside its chunks make this prompt longer, [n]."""
     kept: bool = False
-    """Whether they are prefill instances, which compute prompts first and go on to decode."""
+    """Whether they are prefill instances, which go on to decode."""
     session_s: FloatArray | None = None
     """Minus the bonus of the instance that served the request's session last, else 0, [n]; None: there is none."""
 
@@ -176,7 +178,7 @@ def cheapest_aggregated(
     """Return the candidate that misses the fewest targets, of these the cheapest one, the first of equals; None if no
     instance has room. Also return the terms of the candidates of all pools, and last of the pair, if there is one.
 
-    On a decode instance the batch makes a step beside each chunk. The end of the prompt gives the first token. While a
+    The batch of an instance makes a step beside each chunk. The end of the prompt gives the first token. While a
     prefill instance decodes, later prompts go to instances where they delay others, or they delay its response.
     Nothing is lost by that while a decode instance is idle, or if a transfer costs more.
 
@@ -253,6 +255,7 @@ def _price(
         pool.chunks,
         pool.delayed,
         pool.share,
+        pool.stretch_s,
         _NOTHING if pool.session_s is None else pool.session_s,
         load.wait_s,
         load.slot_s,

@@ -15,6 +15,8 @@ WAIT_S, PREFILL_S, TRANSFER_S, STEPS_S, SLOT_S, DELAY_S, LATER_S, RESERVE_S, BAT
 HIT_TOKENS, SESSION_S, MISSES, COST = range(BEYOND_S + 1, BEYOND_S + 5)
 ROWS = COST + 1
 NO_CANDIDATE = -1
+_BUSY_MAX = 0.9
+"""Upper bound of the share of time on prompts in `stretched_s`, as the pools have it."""
 _FEW = 0.2
 """Expected number of responses that a prompt may delay while none is there, at which it counts as delaying none."""
 
@@ -23,6 +25,26 @@ _FEW = 0.2
 def later_s(delay_weight: float, response_s: float, share: float) -> float:
     """Return the delay of a response by later prompts on its instance, which take this share of the time."""
     return delay_weight * response_s * share / (1.0 - share)
+
+
+@compiled_in_place
+def stretched_s(response_s: float, share: float, batch: int, prefill_s: float, stretch_s: float) -> float:
+    """Return the delay of later prompts by the steps of one more response on their instance.
+
+    While it decodes, prompts of `later_s` seconds come, each of them longer by the same share. Beside n other responses
+    only the time counts by which it is expected to end last: 1 / (n + 1) of its own.
+
+    Args:
+        response_s: its duration without prompts in between.
+        share: of the time that instances spend on prompts.
+        batch: number of other responses there.
+        prefill_s: time of a prompt.
+        stretch_s: time by which a step beside each chunk makes it longer; below 0: steps save more than they take.
+    """
+    if stretch_s <= 0.0:
+        return 0.0
+    longer = stretch_s / (prefill_s + stretch_s)
+    return later_s(longer, response_s, min(share, _BUSY_MAX)) / (batch + 1)
 
 
 @compiled_in_place
@@ -80,6 +102,7 @@ def price_aggregated(
     chunks: IntArray,
     delayed: IntArray,
     share: FloatArray,
+    stretch_s: FloatArray,
     session_s: FloatArray,
     wait_s: FloatArray,
     slot_s: FloatArray,
@@ -124,8 +147,7 @@ def price_aggregated(
         terms[WAIT_S, i] = max(wait_s[i], prompts_s[i])
         terms[PREFILL_S, i] = prefill_s[i]
         terms[TRANSFER_S, i] = 0.0
-        beside = batch[i] > 0 and not kept
-        terms[STEPS_S, i] = chunks[i] * (base_s[i] + per_request_s[i] * batch[i]) if beside else 0.0
+        terms[STEPS_S, i] = chunks[i] * (base_s[i] + per_request_s[i] * batch[i]) if batch[i] > 0 else 0.0
         terms[SLOT_S, i] = slot_s[i]
         terms[DELAY_S, i] = delay_weight * delayed[i] * prefill_s[i]
         terms[LATER_S, i] = later_s(delay_weight, response_s[i], share[i])
@@ -134,6 +156,8 @@ def price_aggregated(
             # Later prompts go elsewhere, or they delay this response here.
             lost_s = busy * min(loss_s, prefill_s[i])
             terms[RESERVE_S, i] = delay_weight * response_s[i] / max(prefill_s[i], floor_s) * lost_s
+            longer_s = stretched_s(response_s[i], busy, batch[i], prefill_s[i], stretch_s[i])
+            terms[RESERVE_S, i] += delay_weight * longer_s
         terms[BATCH_S, i] = batch_s[i]
         prompt_s = prefill_s[i] if delayed[i] > 0 else 0.0
         own_s = later_s(1.0, response_s[i], share[i])
