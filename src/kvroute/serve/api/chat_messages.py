@@ -33,6 +33,8 @@ class _Message(msgspec.Struct, gc=False):
 
 _MESSAGES = msgspec.json.Decoder(Annotated[list[_Message], msgspec.Meta(min_length=1)])
 _PARTS = msgspec.json.Decoder(list[ContentPart | str])
+_SEVERAL = frozenset({"best_of", "use_beam_search", "prompt_logprobs"})
+"""Fields that `computes_several` reads; most requests have none."""
 
 
 class ChatMessages:
@@ -82,6 +84,8 @@ class ChatMessages:
 
 def computes_several(fields: Fields) -> bool:
     """Whether a completion has beams, several tries, or log-probabilities of the prompt."""
+    if _SEVERAL.isdisjoint(fields):
+        return False
     # All fields are parsed, so that an invalid one is rejected whatever the others contain.
     several, beams = (count(fields, "best_of", 0) or 1) > 1, flag(fields, "use_beam_search")
     return several or beams or given(fields, "prompt_logprobs")

@@ -82,7 +82,8 @@ def read_fields(body: bytes) -> Fields:
 
 def read_and_strip_fields(body: bytes) -> tuple[Fields, bool]:
     """Return the same as `read_fields`, and whether the body has any of `ENGINE_FIELDS` or a byte order mark."""
-    check_size(body)
+    if len(body) > PIECE_BYTES:
+        check_size(body)
     marked = body.startswith(codecs.BOM_UTF8)
     if marked:
         body = body[len(codecs.BOM_UTF8) :]

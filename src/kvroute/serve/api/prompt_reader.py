@@ -119,7 +119,7 @@ class PromptReader:
         if ids is None and text is None:
             return 0, (), None
         if ids is None and text is not None and (ids := self._ids(completion, text)) is None:
-            plain = self._with_digests(text, completion.media)
+            plain = self._with_digests(text, completion.media) if completion.media else text
             return self._text_tokens(plain), self._text_blocks(plain, seed), None
         assert ids is not None
         return len(ids), block_hashes(ids, self._block_tokens, seed), ids
@@ -164,7 +164,7 @@ class PromptReader:
             digest = xxhash.xxh3_128_digest(memoryview(text)[begin:end])
             pieces += [text[at:begin], (digest * (size // len(digest) + 1))[:size]]
             at = end
-        return b"".join([*pieces, text[at:]]) if media else text
+        return b"".join([*pieces, text[at:]])
 
     def _text_blocks(self, text: bytes, seed: int) -> tuple[int, ...]:
         """Hash pieces of text of the size of a block, chained as `block_hashes` chains tokens."""

@@ -165,7 +165,8 @@ def _too_many_answers(param: str, what: str) -> RequestError:
 def _max_tokens(fields: Fields, kind: Kind) -> int:
     # With `echo`, engines accept 0 tokens: they compute the prompt and return it.
     least = 0 if kind == "completions" and flag(fields, "echo") else 1
-    found = [limit for name in _LIMITS[kind] if (limit := count(fields, name, least)) is not None]
+    names = [name for name in _LIMITS[kind] if name in fields]
+    found = [limit for name in names if (limit := count(fields, name, least)) is not None]
     return found[0] if found else _DEFAULT_TOKENS.get(kind, 0)
 
 
