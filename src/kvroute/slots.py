@@ -27,6 +27,10 @@ class Slots:
         """Return the slot of one instance."""
         return index if self.of is None else int(self.of[index])
 
+    def pair(self, source: int, target: int) -> tuple[int, int]:
+        """Return the slots of two instances."""
+        return (source, target) if self.of is None else (int(self.of[source]), int(self.of[target]))
+
     def slots(self, indices: IntArray) -> IntArray:
         """Return the slots of some instances."""
         return indices if self.of is None else self.of.take(indices)

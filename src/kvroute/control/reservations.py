@@ -94,8 +94,7 @@ class Reservations:
         self._view.oracle.transfer_started(source, target)
         for state in self._view.states.all:
             state.started(at, number, source, target, kv_bytes)
-        egress = self._egress(source, target)
-        if egress is not None:
+        if self._offloader is not None and (egress := self._egress(source, target)) is not None:
             egress.started(number, kv_bytes)
 
     def transfer_ended(self, at: float, number: int, source: int, target: int, *, landed: bool) -> None:
@@ -103,8 +102,7 @@ class Reservations:
         self._view.oracle.transfer_finished(source, target)
         for state in self._view.states.all:
             state.finished(at, number, landed=landed)
-        egress = self._egress(source, target)
-        if egress is not None:
+        if self._offloader is not None and (egress := self._egress(source, target)) is not None:
             egress.ended(at, number, landed=landed)
 
     def is_offloaded(self, booking: Booking) -> bool:
@@ -123,18 +121,16 @@ class Reservations:
             pool.waits.learn(at - booking.began_s - booking.prefill_s, booking.wait_s)
         pool.release(booking.prefill, at)
         booking.prefill, booking.wait_s = -1, 0.0
-        self._release_features(booking, at)
+        for feature in self._features:
+            feature.release(booking, at)
 
     def release_prefill(self, booking: Booking, at: float) -> None:
         """Release a prefill that has not finished."""
-        self._release_features(booking, at)
+        for feature in self._features:
+            feature.release(booking, at)
         if booking.prefill >= 0:
             self._view.prefill[booking.model].release(booking.prefill, at, booking.prefill_s)
             booking.prefill = -1
-
-    def _release_features(self, booking: Booking, at: float) -> None:
-        for feature in self._features:
-            feature.release(booking, at)
 
     def release_prompt(self, booking: Booking, at: float, unfinished_s: float = 0.0) -> None:
         """Release the prompt that a decode instance computes itself. Does nothing if there is none.

@@ -167,9 +167,6 @@ class LearnedBandwidth:
                 ratios.forget(slot)
         self._company = {pair: company for pair, company in self._company.items() if left.isdisjoint(pair)}
 
-    def _pair(self, source: int, target: int) -> tuple[int, int]:
-        return self._slots.slot(source), self._slots.slot(target)
-
     def started(self, source: int, target: int, beside: int) -> None:
         """Record that an own transfer starts beside `beside` others from its source in its tier."""
         self._beside(source, target).beside += beside
@@ -181,7 +178,7 @@ class LearnedBandwidth:
         company.ended += 1
 
     def _beside(self, source: int, target: int) -> _Company:
-        pair = self._pair(source, target)
+        pair = self._slots.pair(source, target)
         company = self._company.get(pair)
         if company is None:
             company = self._company[pair] = _Company()
@@ -231,7 +228,7 @@ class LearnedBandwidth:
         share a link from start to end, and correct on average if they start and end at random. In between, a transfer
         that overlaps others only for a part of its time counts them in full.
         """
-        company = self._company.pop(self._pair(source, target), None)
+        company = self._company.pop(self._slots.pair(source, target), None)
         if company is None or not company.ended:
             return float(max(in_flight - 1, 0))
         return company.beside / company.ended

@@ -135,7 +135,9 @@ class Congestion:
     def at(self, at: float) -> FloatArray:
         """Estimated congestion per tier at this time, in [0, CONGESTION_MAX]; zero before the first measurement."""
         level = self._level
-        if self.settings.prediction == "trend" and self.measured_at is not None:
+        if self.measured_at is None:
+            return level
+        if self.settings.prediction == "trend":
             # A slope says nothing beyond one interval: the extrapolation would reach a bound and stay there.
             ahead_s = min(max(0.0, at - self.measured_at), self._interval_s)
             level = _read_only(np.clip(level + self._slope_per_s * ahead_s, 0.0, CONGESTION_MAX))

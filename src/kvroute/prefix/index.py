@@ -115,7 +115,8 @@ class PrefixIndex:
         node = own.touch(self._root, blocks, self._touch)
         wanted = len(blocks) - node.end
         evicted = own.make_room(wanted)
-        node = own.extend(node, blocks, own.room(wanted), self._touch)
+        if wanted:
+            node = own.extend(node, blocks, own.room(wanted), self._touch)
         own.finish_touch(self._touch, node)
         if pin:
             self.pin(instance, blocks, node.end)

@@ -53,8 +53,9 @@ class ObservedDelays:
 
     def end(self, at: float, began_s: float, predicted_s: float) -> None:
         """Learn from a delay in progress that has ended. Args: `began_s` and `predicted_s` as given to `begin`."""
-        self.drop(began_s, predicted_s)
-        self.learn(at - began_s, predicted_s)
+        if predicted_s > 0.0:
+            self.drop(began_s, predicted_s)
+            self.learn(at - began_s, predicted_s)
 
     def learn(self, observed_s: float, predicted_s: float) -> None:
         """Learn from a delay that has ended and was not counted in progress."""
