@@ -75,7 +75,7 @@ class _CFunction(types.ExternalFunction):
             self._interpreted.restype, self._interpreted.argtypes = returns, arguments
 
     def __call__(self, *arguments: int) -> int:  # type: ignore[override]  # numba's own is for its compiler
-        return int(self._interpreted(*(int(argument) for argument in arguments)))
+        return int(self._interpreted(*(int(argument) for argument in arguments)) or 0)  # None: the address 0
 
 
 _recv = _CFunction("recv", _size, _int, _address, _size, _int)
@@ -85,6 +85,8 @@ _write = _CFunction("write", _size, _int, _address, _size)
 _epoll_wait = _CFunction("epoll_wait", _int, _int, _address, _int, _int)
 epoll_ctl = _CFunction("epoll_ctl", _int, _int, _int, _int, _address)
 _clock_gettime = _CFunction("clock_gettime", _int, _int, _address)
+_memchr = _CFunction("memchr", _address, _address, _int, _size)
+_memmem = _CFunction("memmem", _address, _address, _size, _address, _size)
 
 
 @compiled_without_gil
@@ -200,21 +202,23 @@ def _count_lines(data: Bytes, start: int, end: int, token_line: Bytes, mark: Byt
     """Count the lines of events from `start`, the line feed before them, to `end`. Return False, and count nothing, if
     they contain `mark`, or lack the token line of their format."""
     length = int(token_line[TOKEN_LINE_BYTES_MAX])
-    marked = len(mark)
+    address = int(np.int64(data.ctypes.data))  # numba would add an unsigned address and an index as floats
+    if len(mark) and _memmem(address + start, end - start, mark.ctypes.data, len(mark)):
+        return False
     last = end
     data_lines = token_lines = 0
-    for at in range(start, end):
-        byte = data[at]
-        if marked and byte == mark[0] and at + marked <= end and _begins(data, at, mark, marked):
-            return False
-        if byte != _LF:
-            continue
+    at = start
+    while True:
         if at + 6 <= end and _begins(data, at + 1, _DATA, 5):
             data_lines += 1
             last = at + 1
         line_end = at - 1 if at > start and data[at - 1] == _CR else at
         if length and line_end - start > length:
             token_lines += _begins(data, line_end - length, token_line, length)
+        found = int(np.int64(_memchr(address + at + 1, _LF, end - at - 1)))
+        if not found:
+            break
+        at = found - address
     if length and not token_lines:
         return False
     row[DATA_LINES] += data_lines
