@@ -62,12 +62,6 @@ class ResponseParser:
         self._parser = _SPENT
         self.parts = []
 
-    def take_body(self) -> bytes:
-        """Return the pieces of the body, of which there are some."""
-        body = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
-        self.parts.clear()
-        return body
-
     @property
     def until_close(self) -> bool:
         """Whether the response body ends with the connection (RFC 9112 section 6.3)."""
@@ -78,7 +72,7 @@ class ResponseParser:
 
     def feed(self, data: bytes) -> str:
         """Parse data; return an error text, or an empty string."""
-        self.received = True
+        self.received, self.between_chunks = True, False
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:

@@ -64,21 +64,20 @@ class UpstreamConnection(asyncio.Protocol):
         self._call: Call | None = None
         self._now: Callable[[], float] = asyncio.get_running_loop().time
         self._response = ResponseParser()
+        self._budget = TurnBudget()
         self._forwarded: ForwardedStream | None = None
         """The response while a thread forwards it."""
         self._clear()
 
     def _clear(self) -> None:
         self._head_told = self._body_begun = False
-        self._between_chunks = False
-        """The last received data ended with a complete chunk."""
         self._single_chunks = 0
         """Chunks in a row that arrived alone."""
         self._excess = 0
         """Cost of the pieces of the body beyond their bytes."""
         self._rest = b""
         """Bytes that were received and are parsed in the next turn of the loop; reading is paused meanwhile."""
-        self._budget = TurnBudget()
+        self._budget.nbytes = SLICE_BYTES
 
     @property
     def usable(self) -> bool:
@@ -166,7 +165,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.close()
             return
         chunks = call.chunks
-        if chunks is not None and self._between_chunks and data.endswith(_EVENT_CHUNK_END):
+        if chunks is not None and self._response.between_chunks and data.endswith(_EVENT_CHUNK_END):
             # Without a call of the parser, if the data is exactly one chunk as the gateway itself would write it.
             data_bytes = len(data) - data.find(b"\r\n", 0, _SIZE_LINE_MAX) - 4
             if data.startswith(_SIZE_LINES[data_bytes] if data_bytes < len(_SIZE_LINES) else b"%x\r\n" % data_bytes):
@@ -182,8 +181,8 @@ class UpstreamConnection(asyncio.Protocol):
             self._rest += data
             return
         self._single_chunks = 0
-        response = self._response
-        error = self._feed(data) if len(data) <= SLICE_BYTES else self._feed_slices(data)
+        response, short = self._response, len(data) <= SLICE_BYTES
+        error = response.feed(data) if short else self._feed_slices(data)
         if response.status and not self._head_told:
             self._head_told = True
             if len(response.headers) > HEAD_LINES_MAX:
@@ -191,14 +190,21 @@ class UpstreamConnection(asyncio.Protocol):
                 return
             call.handler.on_head(response.status, response.headers)
         comment = False
-        if response.parts and not call.over:
-            count, body = len(response.parts), response.take_body()
-            self._excess = max(self._excess + _PIECE_BYTES * count - len(body), 0)
+        parts = response.parts
+        if parts and not call.over:
+            count = len(parts)
+            body = parts[0] if count == 1 else b"".join(parts)
+            parts.clear()
+            if count > 1 or self._excess or len(body) < _PIECE_BYTES:
+                self._excess = max(self._excess + _PIECE_BYTES * count - len(body), 0)
             self._body_begun = True
             comment = call.events and body[0] == _COLON and _DATA not in body
-            started_s = time.perf_counter()
-            call.handler.on_body(body)
-            self._budget.handled(len(body), time.perf_counter() - started_s)
+            if short:
+                call.handler.on_body(body)
+            else:
+                started_s = time.perf_counter()
+                call.handler.on_body(body)
+                self._budget.handled(len(body), time.perf_counter() - started_s)
         if call.over:  # aborted by the sink
             return
         if response.complete:
@@ -232,25 +238,19 @@ class UpstreamConnection(asyncio.Protocol):
                 "reset", f"the engine closed the connection ({exc})" if exc else "the engine closed the connection"
             )
 
-    def _feed(self, data: bytes) -> str:
-        """Parse data; return an error text, or an empty string."""
-        error = self._response.feed(data)
-        self._between_chunks = not error and self._response.between_chunks
-        return error
-
     def _feed_slices(self, data: bytes) -> str:
         """Parse data as far as one turn of the loop may go; return an error text, or an empty string."""
         response = self._response
         for at in range(0, len(data), SLICE_BYTES):
             end = at + SLICE_BYTES
-            error = self._feed(data[at:end])
+            error = response.feed(data[at:end])
             if error or end >= len(data):
                 return error
             if response.complete:
                 response.surplus = True
                 return ""
             if end >= self._budget.nbytes or len(response.parts) + len(response.headers) > _PIECES_MAX:
-                self._rest, self._between_chunks = data[end:], False
+                self._rest, response.between_chunks = data[end:], False
                 assert self._transport is not None
                 self._transport.pause_reading()
                 asyncio.get_running_loop().call_soon(self._parse_rest)
