@@ -173,7 +173,8 @@ class Exchange:
             return
         assert not self.started, "an exchange has one response"
         self.started = True
-        body = self._errors.of_path(self.path, status, body)
+        if status >= 400:
+            body = self._errors.of_path(self.path, status, body)
         if status == 204:
             head = self._head(status, headers, b"")
         else:

@@ -25,7 +25,7 @@ from kvroute.serve.proxy.completion.prompt import PromptReading, core_request
 from kvroute.serve.proxy.legs.abandoned import SETTLE_S
 from kvroute.serve.proxy.legs.relayed_decode import RelayedDecodeLeg
 from kvroute.serve.proxy.request_state import RequestState
-from kvroute.serve.proxy.retry import UNAVAILABLE, UPSTREAM, LegFailure
+from kvroute.serve.proxy.retry import UNAVAILABLE, UPSTREAM, LegFailure, Step
 from kvroute.types import Decode, Prefill, Reject
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ class ProxiedRequest:
 
     __slots__ = (
         "_both_on_arrival",
-        "_departure",
         "_end",
         "_failures",
         "_only",
@@ -93,8 +92,8 @@ class ProxiedRequest:
         self.legs = RequestLegs(self.state, self, decode_leg, both_on_arrival=both_on_arrival)
         self.account = RequestAccount(received_at)
         self._end = RequestEnd(self.state, self.legs, self.account)
-        self._failures = RequestFailures(self.state, self.legs, self._end)
-        self._departure = ClientDeparture(self.state, self.legs, self._end)
+        self._failures: RequestFailures | None = None
+        """None: no leg has failed."""
         self.model = ""
 
     # Arrival
@@ -104,7 +103,7 @@ class ProxiedRequest:
         runtime, state = self.runtime, self.state
         exchange, completion = state.exchange, state.completion
         try:
-            exchange.on_gone = self._departure.client_gone
+            exchange.on_gone = self._client_gone
             state.enter(completion.kind)
             if runtime.settings.retries.continue_streams and self.legs.relayed and may_continue(completion):
                 state.record = StreamRecord(completion)
@@ -253,7 +252,7 @@ class ProxiedRequest:
             self.release_body()
         trace_id = state.trace.trace_id if state.trace is not None else ""
         exemplar = ("trace_id", trace_id) if trace_id else ("request_id", str(state.number))
-        self._end.first_token(ttft, now, retried=self._failures.retried)
+        self._end.first_token(ttft, now, retried=self._failures is not None and self._failures.retried)
         self.runtime.metrics.decode_answered(decode_s)
         self.runtime.reports.first_token(leg.decision, ttft, now, exemplar)
 
@@ -275,7 +274,15 @@ class ProxiedRequest:
 
     def on_leg_failed(self, leg: Leg, failure: LegFailure, now: float) -> None:
         """See `LegOwner`."""
-        self._failures.follow(leg.kind, leg, failure, now)
+        self._follow(leg.kind, leg, failure, now)
+
+    def _follow(self, step: Step, leg: Leg, failure: LegFailure, now: float) -> None:
+        if self._failures is None:
+            self._failures = RequestFailures(self.state, self.legs, self._end)
+        self._failures.follow(step, leg, failure, now)
+
+    def _client_gone(self) -> None:
+        ClientDeparture(self.state, self.legs, self._end).client_gone()
 
     def on_reject(self, reject: Reject, now: float) -> None:
         """See `LegsOwner`."""
@@ -325,6 +332,6 @@ class ProxiedRequest:
         why = f"prefill instance {name} ended before it had written the KV cache"
         failure = LegFailure("process_ended", why, 502, sent=True)
         try:
-            self._failures.follow("write", decode, failure, self.runtime.now())
+            self._follow("write", decode, failure, self.runtime.now())
         except Exception as error:
             self.internal_error(error)

@@ -203,7 +203,7 @@ class Leg:
     def on_end(self) -> None:
         """See `ResponseHandler`."""
         try:
-            if self.refused:
+            if self.status >= 400 and self.refused:
                 self.on_error_status()
             else:
                 self.on_response(self.state.runtime.now())

@@ -36,6 +36,9 @@ _HELD_BYTES_MAX = 1 << 20
 _PREAMBLE_BYTES_MAX, _PREAMBLE_EVENTS_MAX = 4 << 20, 1 << 14
 """Most bytes before the first token, and most pieces in which they arrive."""
 
+_NOTHING = StreamOutput(STREAMS["completions"], hidden=False, several=False)
+"""The output of a leg without a stream, or before its stream; nothing is counted in it."""
+
 
 class RelayedDecodeLeg(DecodeLeg):
     """See `DecodeLeg`. The engine's response goes to the client's `ResponseWriter`."""
@@ -65,7 +68,7 @@ class RelayedDecodeLeg(DecodeLeg):
         self._mid_event = False
         """The client has received part of an event without its end."""
         self._format = STREAMS[state.completion.kind]
-        self.output = StreamOutput(self._format, hidden=False, several=False)
+        self.output = _NOTHING
         self._held = b""
         """Beginning of an event whose end has not arrived yet."""
         self._preamble: list[bytes] = []
