@@ -7,7 +7,7 @@ import {
 
 const $ = (id) => document.getElementById(id);
 const BREAKER = ["closed", "half-open", "open"];
-const TERM_COLOURS = ["#ee6677", "#4477aa", "#ccbb44", "#66ccee", "#aa3377", "#228833"];
+const TERM_COLOURS = ["#ee6677", "#4477aa", "#ccbb44", "#66ccee", "#aa3377", "#228833", "#ee8866", "#44bb99", "#997700", "#bbbbbb"];
 const LIST_MOST = 14;
 const MEASURED_BY = { "": "unknown", kvroute: "kvroute's connector", nixl: "NIXL", sglang: "SGLang", tcp: "sender's TCP", "first-byte": "first byte" };
 const RACK = 1; // the first tier of which transfers teach the capacity
@@ -283,7 +283,8 @@ export class Panels {
 
   // Append a table of candidates and their terms to the box; return the line of keys below it.
   priced(decision, candidates, chosen, box) {
-    const names = Object.keys(candidates[0].terms), times = decision.unit === "s" ? names.filter(isTime) : [];
+    const names = Object.keys(candidates[0].terms), priced = (name) => candidates.some((candidate) => candidate.terms[name] > 0);
+    const times = decision.unit === "s" ? names.filter((name) => isTime(name) && priced(name)) : [];
     const table = element("table"), most = Math.max(1e-12, ...candidates.map((candidate) => Math.abs(candidate.cost ?? 0)));
     const head = ["candidate", ...(times.length ? [""] : []), `cost${decision.unit === "s" ? "" : ` (${decision.unit})`}`, ...names.map(termLabel)];
     table.append(element("thead"), element("tbody"));
@@ -553,7 +554,9 @@ class Offloading {
 
 const total = (values) => values.reduce((sum, value) => sum + value, 0);
 const inColour = (row, tier) => { row.cells[0].style.boxShadow = `inset 4px 0 ${TIER_COLOURS[tier]}`; row.cells[0].style.paddingLeft = "10px"; };
-const TERM_LABELS = { imposed_s: "imposed on others", wait_s: "slot wait", step_s: "first step", slot_s: "cost of using a slot", pace_bytes_per_s: "pace" };
+const TERM_LABELS = { imposed_s: "imposed on others", wait_s: "slot wait", step_s: "first step", slot_s: "cost of using a slot", pace_bytes_per_s: "pace",
+  prompts_s: "prompts before", steps_s: "steps beside", delay_s: "delay of others", later_s: "later prompts", reserve_s: "kept free for prompts",
+  batch_s: "steps of the batch", beyond_s: "price of token delays" };
 const termLabel = (name) => TERM_LABELS[name] ?? (isTime(name) ? name.slice(0, -2) : name.replace(/_bytes_per_s$/, " bandwidth")).replaceAll("_", " ");
 
 // The times that add up to a cost in seconds, without those that are 0.
