@@ -17,6 +17,13 @@ TOKEN_S_MIN, TOKEN_S_MAX = 5e-8, 0.05
 """Bounds of the prefill time of one prompt token: 20 million to 20 tokens per second."""
 STEP_S_MIN, STEP_S_MAX = 2e-5, 5.0
 """Bounds of one decode iteration, which produces one token per request or more."""
+TTFT_S_MIN = 5e-4
+"""Minimum TTFT: a prefill reads the weights of the model, and 1 GB takes 0.1 ms on the fastest GPU (8 TB/s), before
+kernels are launched and bytes are sent."""
+TPOT_PER_TTFT_MAX = 5.0
+"""Maximum TPOT as a multiple of TTFT: a prefill reads the same weights as a decode iteration."""
+CONTRADICTION = 2.0
+"""Factor between two values for one time from which on their units differ."""
 RATE_MAX_PER_S = 500.0
 """Maximum mean request rate of a trace file; the busiest published one has 50."""
 SPAN_MAX_S = 31 * 86400.0
@@ -59,6 +66,36 @@ def of_decode(steps_s: Sequence[float]) -> Doubt | None:
     if STEP_S_MIN <= step_s <= STEP_S_MAX:
         return None
     return Doubt(f"a decode iteration takes {_time(step_s)}, and so does each token", _unit_cause(step_s > STEP_S_MAX))
+
+
+def of_latencies(ttft_s: float, tpot_s: float) -> Doubt | None:
+    """Check the typical TTFT and time per output token of a benchmark run."""
+    if doubt := of_decode([tpot_s]):
+        return doubt
+    if ttft_s < TTFT_S_MIN:
+        what = f"a TTFT of {_time(ttft_s)} is shorter than a GPU takes to read a model's weights"
+        return Doubt(what, _unit_cause(slow=False))
+    if tpot_s > TPOT_PER_TTFT_MAX * ttft_s:
+        what = f"a TTFT of {_time(ttft_s)} is much shorter than the TPOT of {_time(tpot_s)}"
+        return Doubt(what, "they may have different units")
+    return None
+
+
+def of_sum(latency_s: float, measured_s: float | None) -> Doubt | None:
+    """Check the time of a request, computed from TTFT and TPOT, by the measured one; None: not measured."""
+    if measured_s is None or 1 / CONTRADICTION < latency_s / measured_s < CONTRADICTION:
+        return None
+    what = f"TTFT and TPOT make requests of {_time(latency_s)}, but they take {_time(measured_s)}"
+    return Doubt(what, "the values may have different units")
+
+
+def of_concurrency(requests_per_s: float, latency_s: float, clients: float | None) -> Doubt | None:
+    """Check rate and time of requests by the number of requests in progress (Little's law); None: not known."""
+    running = requests_per_s * latency_s
+    if clients is None or 1 / CONTRADICTION < running / clients < CONTRADICTION:
+        return None
+    rate = f"{requests_per_s:,.4g} requests/s that take {_time(latency_s)}"
+    return Doubt(f"{rate} are {running:,.3g} at a time, not {clients:,.3g}", "TTFT or TPOT may have another unit")
 
 
 def of_arrivals(requests: int, span_s: float) -> Doubt | None:

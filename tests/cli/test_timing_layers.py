@@ -13,9 +13,10 @@ MODEL = ("--model", "llama-2-7b", "--experts", "2")
 
 def test_a_timing_is_printed_with_its_error_and_range(kvroute: Kvroute, tmp_path: Path) -> None:
     ended = kvroute("timing", "from", "layers", str(written(tmp_path)), *MODEL, "--name", "layers")
-    assert ended.out.startswith("timing:\n  layers:\n    prefill: {kind: linear, ")
+    limits = "prompts of 16 to 32 tokens, batches of 1 to 2 requests with a mean of 16 to 32 tokens"
+    assert ended.out.startswith(f"timing:\n  layers:\n    # fitted on {limits}\n    prefill: {{kind: linear, ")
     assert "decode: 4 measurements, mean error" in ended.err
-    assert "range: 16 to 32 prompt tokens in a step, batches of 1 to 2 requests with a mean of 16 to 32" in ended.err
+    assert f"range: {limits}; beyond it" in ended.err
 
 
 def test_json_has_the_range_and_options_change_the_times(kvroute: Kvroute, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def layers(
 
     Example: [bold]kvroute timing from layers perf/H100/llama-3.1-8b --tp 1 --step 0.5ms[/bold]
     """
-    from kvroute.cli.timing.text import check_name, plain, sentence, timing_yaml
+    from kvroute.cli.timing.text import check_name, limits_of, plain, range_sentence, sentence, timing_yaml
     from kvroute.timing import fit_profile
 
     check_name(name)
@@ -62,18 +62,12 @@ def layers(
     steps = _steps(folder, tp, model, _link(link), link_latency, shape, step)
     profile = steps.profile(str(folder))
     prefill, decode = fit_profile(profile, kind)
-    assert profile.context_tokens is not None, "the tables have contexts"
-    measured = (profile.tokens, profile.batch, profile.context_tokens / profile.batch)
-    names = ("prompt_tokens", "batch", "context_tokens_mean")
-    limits = {of: [int(values.min()), int(values.max())] for of, values in zip(names, measured, strict=True)}
+    limits = limits_of(profile)
     if as_json:
         print_json({"name": name, "prefill": plain(prefill), "decode": plain(decode), "range": limits})
         return
-    typer.echo(timing_yaml(name, prefill, decode))
-    tell([f"{part}: {sentence(found)}" for part, found in (("prefill", prefill), ("decode", decode))])
-    (least, most), (small, large), (short, long) = limits.values()
-    batches = f"batches of {small:,} to {large:,} requests with a mean of {short:,} to {long:,} tokens"
-    tell([f"range: {least:,} to {most:,} prompt tokens in a step, {batches}; beyond it the timing is an extrapolation"])
+    typer.echo(timing_yaml(name, prefill, decode, limits=limits))
+    tell([f"prefill: {sentence(prefill)}", f"decode: {sentence(decode)}", range_sentence(limits)])
 
 
 def _link(text: str | None) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
@@ -19,10 +19,13 @@ from kvroute.types import (
 )
 
 if TYPE_CHECKING:
-    from kvroute.timing import Fit
+    from kvroute.timing import Fit, Profile
 
 PLAIN = SchedulerSpec()
 """The scheduler of a timing that has none."""
+Limits: TypeAlias = dict[str, list[int]]
+"""Least and most of what a fit has seen: `prompt_tokens`, `batch`, `context_tokens_mean`; what is not there was not
+measured."""
 _NAME = re.compile(r"[A-Za-z][\w.-]*", re.ASCII)
 
 
@@ -48,14 +51,52 @@ def sentence(found: Fit[Any] | None) -> str:
     return "; ".join((text + f"R^2 {error.r2:.4f}", *found.remarks))
 
 
+def limits_of(profile: Profile) -> Limits:
+    """Return least and most of the quantities that a profile has."""
+    found = {}
+    if profile.tokens.size:
+        found["prompt_tokens"] = profile.tokens
+    if profile.batch.size:
+        found["batch"] = profile.batch
+        if profile.context_tokens is not None:
+            found["context_tokens_mean"] = profile.context_tokens / profile.batch
+    return {of: [int(values.min()), int(values.max())] for of, values in found.items()}
+
+
+def range_text(limits: Limits) -> str:
+    """Return the range of a fit in words."""
+    parts = []
+    if "prompt_tokens" in limits:
+        parts.append(f"prompts of {_from_to(limits['prompt_tokens'])} tokens")
+    if "batch" in limits:
+        parts.append(f"batches of {_from_to(limits['batch'])} requests")
+    if "context_tokens_mean" in limits:
+        parts[-1] += f" with a mean of {_from_to(limits['context_tokens_mean'])} tokens"
+    return ", ".join(parts)
+
+
+def range_sentence(limits: Limits) -> str:
+    """Return the remark on the range of a fit."""
+    return f"range: {range_text(limits)}; beyond it the timing is an extrapolation"
+
+
+def _from_to(limits: list[int]) -> str:
+    least, most = limits
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
 def timing_yaml(
     name: str,
     prefill: Fit[PrefillSpec] | None,
     decode: Fit[DecodeSpec] | None,
     scheduler: SchedulerSpec = PLAIN,
+    *,
+    limits: Limits | None = None,
 ) -> str:
-    """Return the block `timing` of a cluster file."""
+    """Return the block `timing` of a cluster file, with the range of the fit as a comment."""
     lines = ["timing:", f"  {name}:"]
+    if limits:
+        lines.append(f"    # fitted on {range_text(limits)}")
     lines.append(f"    prefill: {_prefill(prefill.spec)}" if prefill else "    # prefill: not measured")
     lines.append(f"    decode: {_decode(decode.spec)}" if decode else "    # decode: not measured")
     if scheduler != PLAIN:
