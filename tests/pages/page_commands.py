@@ -246,6 +246,9 @@ BY_PAGE: dict[str, dict[str, Treatment]] = {
         ),
         "kvroute simulate examples/dualpath.yaml": Run("--seeds 1 --workers 1"),
         "kvroute simulate examples/two-datacenters.yaml": _SHORT,
+        "kvroute timing from aiconfigurator": OtherTest(
+            "cli/test_timing_aiconfigurator.py::test_the_library_has_a_real_engine"
+        ),
         "kvroute timing fit": OtherTest("cli/test_timing_fit.py::test_reports_give_a_timing_its_errors_and_its_range"),
         "kvroute timing from layers": OtherTest(
             "cli/test_timing_layers.py::test_a_timing_is_printed_with_its_error_and_range"

@@ -1,4 +1,4 @@
-"""Timings of engines from what other tools have measured: reports of benchmarks."""
+"""Timings of engines from what other tools have measured: reports of benchmarks, aiconfigurator's operators."""
 
 from kvroute.measurements.benchmark_runs import BenchmarkFit, BenchmarkRun, fit_runs
 from kvroute.measurements.inferencex import is_inferencex, read_inferencex

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from kvroute.cli.output import print_json, tell
+from kvroute.cli.timing.aiconfigurator import aiconfigurator
 from kvroute.cli.timing.layers import app as published
 from kvroute.cli.timing.measure import measure
 
@@ -60,4 +61,5 @@ def fit(
 
 
 app.command()(measure)
+published.command()(aiconfigurator)
 app.add_typer(published, name="from")
