@@ -91,15 +91,16 @@ def exact(prompt: float, clients: float, decode: DecodeSpec, prefill: LinearPref
 
 @settings(deadline=None)
 @given(
-    base=st.floats(2e-3, 3e-2),
+    base=st.floats(5e-3, 3e-2),
     request=st.floats(1e-5, 5e-4),
     context=st.floats(1e-9, 5e-8),
-    token=st.floats(2e-6, 5e-5),
+    token=st.floats(2e-6, 2e-5),
     fixed=st.floats(5e-3, 0.2),
 )
 def test_the_terms_of_any_timing_are_recovered(
     base: float, request: float, context: float, token: float, fixed: float
 ) -> None:
+    """As long as others' prompts leave steps a tenth of the time or more."""
     decode = DecodeSpec(base_s=base, per_request_s=request, per_context_token_s=context)
     prefill = LinearPrefill(per_token_s=token, base_s=fixed)
     loads = [(prompt, clients) for prompt in (500.0, 2000.0, 8000.0) for clients in (1.0, 2.0, 8.0, 32.0)]
@@ -114,16 +115,25 @@ def test_the_terms_of_any_timing_are_recovered(
 POINT = BenchmarkRun("run", 1000, 200, 0.1, 0.01, 2.0)
 
 
-def test_prompts_of_one_length_have_no_base_and_a_remark() -> None:
-    points = [replace(POINT, requests_per_s=rate, tpot_s=0.01 * rate) for rate in (1.0, 4.0)]
+def test_prompts_of_one_length_share_ttft_as_tpot_says() -> None:
+    """All of TTFT would be 1.3e-4 s per token, and others' prompts then take more time than there is."""
+    prefill = LinearPrefill(per_token_s=3e-5, base_s=0.2)
+    points = [exact(2000, clients, DECODE, prefill) for clients in (1, 4, 16, 32)]
     found = fit_runs(points)
     assert isinstance(found.prefill.spec, LinearPrefill)
-    assert found.prefill.spec.base_s == 0
-    assert "all prompts have about 1,000 tokens" in found.prefill.remarks[0]
-    assert found.prefill.remarks[1] == "TTFT of 1 of 2 runs, at higher load, is not used"
-    assert found.decode.remarks[-1] == "as many runs as terms: the error says nothing"
+    assert 2e-5 < found.prefill.spec.per_token_s < 7e-5
+    assert prefill_time(found.prefill.spec).seconds(2000) == pytest.approx(0.26, rel=0.02)
+    assert found.decode.error.max_abs_relative < 0.03
+    assert "all prompts have about 2,000 tokens" in found.prefill.remarks[0]
     with pytest.raises(InputError, match="prompts of one length do not determine a quadratic curve"):
         fit_runs(points, "quadratic")
+
+
+def test_few_runs_say_that_their_error_says_nothing() -> None:
+    points = [replace(POINT, requests_per_s=rate, tpot_s=0.01 * rate) for rate in (1.0, 4.0)]
+    found = fit_runs(points)
+    assert found.prefill.remarks[1] == "TTFT of 1 of 2 runs, at higher load, is not used"
+    assert found.decode.remarks[-1] == "as many runs as terms: the error says nothing"
     with pytest.raises(InputError, match="one batch size"):
         fit_runs(points[:1])
 

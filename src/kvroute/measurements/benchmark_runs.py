@@ -34,6 +34,7 @@ SAME_SIZE = 1.1
 LOW_LOAD = 2.0
 """TTFT counts from runs whose batch is at most this many times that of the smallest run with such prompts."""
 _ROUNDS, _UTILIZATION_MAX = 50, 0.9
+_SHARES, _SAME_ERROR = 51, 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,7 @@ class BenchmarkFit:
 def fit_runs(runs: Sequence[BenchmarkRun], kind: PrefillKind = "linear") -> BenchmarkFit:
     """Fit a timing to runs of one engine at several loads.
 
-    TTFT counts only where load is low, because at high load it is mostly waiting. Prompts of one length give a prefill
-    without base.
+    TTFT counts only where load is low, because at high load it is mostly waiting.
 
     Raises:
         InputError: fewer than two batch sizes, or too few lengths for the kind of prefill.
@@ -108,28 +108,14 @@ def fit_runs(runs: Sequence[BenchmarkRun], kind: PrefillKind = "linear") -> Benc
         what = f"one batch size, of about {measured.batch.mean():.3g}, does not determine the time per request"
         raise InputError(what, hint="give runs at two or more loads")
     low = measured.low_load()
-    tokens_s = np.zeros(len(runs))
-    for _ in range(_ROUNDS):
-        # 1. A prompt alone: TTFT without the step that runs at arrival, and without others' prompts.
-        others = measured.wait(tokens_s) * tokens_s
-        alone_s = np.maximum(measured.ttft_s - measured.running_step_s - others, 0.2 * measured.ttft_s)
-        prefill = _fit_prefill(measured.prompts[low], alone_s[low], kind)
-        # 2. What a prompt adds to the steps of others; the mean of two rounds converges.
-        found_s = _tokens_s(prefill.spec, measured.prompts)
-        if np.allclose(found_s, tokens_s, rtol=1e-6, atol=1e-9):
-            break
-        tokens_s = (tokens_s + found_s) / 2
-    # 3. A step without the prompts of others.
-    shared_s = measured.others_per_s * measured.tpot_s * tokens_s
-    decode = fit_decode(
-        measured.batch, np.maximum(measured.tpot_s - shared_s, 0.1 * measured.tpot_s), measured.contexts
-    )
-    time = IterationTime.of(decode.spec)
-    steps_s = np.array(
-        [time.seconds(*of) for of in zip(measured.batch.tolist(), measured.contexts.tolist(), strict=True)]
-    )
-    base_s = prefill_time(prefill.spec).seconds(0)
-    ttft_s = base_s + tokens_s * (1 + measured.wait(tokens_s)) + measured.running_step_s
+    alike = measured.prompts.max() / measured.prompts.min() < SAME_SIZE
+    if alike and kind != "linear":
+        hint = "give runs with prompts of other lengths, or --kind linear"
+        raise InputError(f"prompts of one length do not determine a {kind} curve", hint=hint)
+    prefill = _prefill_by_steps(measured, low) if alike else _prefill_by_lengths(measured, low, kind)
+    tokens_s = _tokens_s(prefill.spec, measured.prompts)
+    decode, tpot_s = _decode(measured, tokens_s)
+    ttft_s = prefill_time(prefill.spec).seconds(0) + tokens_s + measured.wait_s(tokens_s)
     waiting = len(runs) - int(low.sum())
     unused = (f"TTFT of {waiting} of {len(runs)} runs, at higher load, is not used",) if waiting else ()
     means = measured.contexts / measured.batch
@@ -137,7 +123,7 @@ def fit_runs(runs: Sequence[BenchmarkRun], kind: PrefillKind = "linear") -> Benc
     values = (measured.prompts[low], measured.batch, means)
     return BenchmarkFit(
         prefill=_judged(prefill, ttft_s[low], measured.ttft_s[low], unused),
-        decode=_judged(decode, steps_s + shared_s, measured.tpot_s),
+        decode=_judged(decode, tpot_s, measured.tpot_s),
         limits={name: [round(of.min()), round(of.max())] for name, of in zip(names, values, strict=True)},
     )
 
@@ -158,15 +144,16 @@ class _RunArrays:
         names = ("input_tokens", "ttft_s", "tpot_s", "batch", "context_tokens", "others_per_s")
         return cls(*(np.array([getattr(run, name) for run in runs], np.float64) for name in names))
 
-    @property
-    def running_step_s(self) -> FloatArray:
-        """Half of the step that runs when a request arrives, if others decode."""
-        return 0.5 * self.tpot_s * (1 - 1 / self.batch)
-
-    def wait(self, tokens_s: FloatArray) -> FloatArray:
-        """Return the prompts of others that a prompt waits for (queue with random arrivals and constant times)."""
+    def wait_s(self, tokens_s: FloatArray) -> FloatArray:
+        """Return what a prompt waits: half of the step that runs when it arrives, if others decode, and for prompts of
+        others (queue with random arrivals and constant times)."""
         utilization = np.minimum(self.others_per_s * tokens_s, _UTILIZATION_MAX)
-        return np.asarray(utilization / (2 * (1 - utilization)))
+        running_s = 0.5 * self.tpot_s * (1 - 1 / self.batch)
+        return np.asarray(running_s + tokens_s * utilization / (2 * (1 - utilization)))
+
+    def alone_s(self, tokens_s: FloatArray) -> FloatArray:
+        """Return TTFT without waiting, but at least a fifth of it."""
+        return np.maximum(self.ttft_s - self.wait_s(tokens_s), 0.2 * self.ttft_s)
 
     def low_load(self) -> BoolArray:
         """Return which runs have nearly the smallest batch of all with prompts of their length."""
@@ -176,15 +163,47 @@ class _RunArrays:
         return np.asarray(self.batch <= LOW_LOAD * least)
 
 
-def _fit_prefill(prompts: FloatArray, seconds: FloatArray, kind: PrefillKind) -> Fit[PrefillSpec]:
-    if prompts.max() / prompts.min() > SAME_SIZE:
-        return fit_prefill(prompts, seconds, kind)
-    if kind != "linear":
-        hint = "give runs with prompts of other lengths, or --kind linear"
-        raise InputError(f"prompts of one length do not determine a {kind} curve", hint=hint)
-    spec = LinearPrefill(per_token_s=float(np.median(seconds / prompts)), base_s=0.0)
-    remark = f"all prompts have about {np.median(prompts):,.0f} tokens: base cannot be told apart and is 0"
-    return Fit(spec, _error(spec.per_token_s * prompts, seconds), (remark,))
+def _prefill_by_lengths(measured: _RunArrays, low: BoolArray, kind: PrefillKind) -> Fit[PrefillSpec]:
+    """Fit prompts of several lengths. What they wait depends on the time that they take, so both are found in turn."""
+    tokens_s = np.zeros_like(measured.prompts)
+    for _ in range(_ROUNDS):
+        found = fit_prefill(measured.prompts[low], measured.alone_s(tokens_s)[low], kind)
+        found_s = _tokens_s(found.spec, measured.prompts)
+        if np.allclose(found_s, tokens_s, rtol=1e-6, atol=1e-9):
+            break
+        tokens_s = (tokens_s + found_s) / 2  # the mean of two rounds converges
+    return found
+
+
+def _prefill_by_steps(measured: _RunArrays, low: BoolArray) -> Fit[PrefillSpec]:
+    """Fit prompts of one length, whose TTFT does not tell base and time of the tokens apart.
+
+    Only the tokens make the steps of others longer: of all shares of TTFT that fit TPOT, the largest is theirs.
+    """
+    found: list[tuple[float, LinearPrefill]] = []
+    prompt = float(np.median(measured.prompts))
+    for share in np.linspace(0, 1, _SHARES).tolist():
+        alone_s, tokens_s = 0.0, np.zeros_like(measured.prompts)
+        for _ in range(_ROUNDS):  # as for several lengths
+            alone_s = float(np.median(measured.alone_s(tokens_s)[low]))
+            tokens_s = (tokens_s + share * alone_s * measured.prompts / prompt) / 2
+        spec = LinearPrefill(per_token_s=share * alone_s / prompt, base_s=(1 - share) * alone_s)
+        _, tpot_s = _decode(measured, _tokens_s(spec, measured.prompts))
+        found.append((_error(tpot_s, measured.tpot_s).mean_abs_relative, spec))
+    least = min(error for error, _ in found)
+    spec = [spec for error, spec in found if error <= least + _SAME_ERROR][-1]
+    remark = f"all prompts have about {prompt:,.0f} tokens: base and per_token follow from TPOT"
+    return Fit(spec, FitError(0, 0.0, 0.0, 0.0), (remark,))
+
+
+def _decode(measured: _RunArrays, tokens_s: FloatArray) -> tuple[Fit[DecodeSpec], FloatArray]:
+    """Fit steps without the prompts of others; return the fit and the TPOT that it gives."""
+    shared_s = measured.others_per_s * measured.tpot_s * tokens_s
+    own_s = np.maximum(measured.tpot_s - shared_s, 0.1 * measured.tpot_s)
+    found = fit_decode(measured.batch, own_s, measured.contexts)
+    time = IterationTime.of(found.spec)
+    sizes = zip(measured.batch.tolist(), measured.contexts.tolist(), strict=True)
+    return found, np.array([time.seconds(batch, context) for batch, context in sizes]) + shared_s
 
 
 def _judged(
