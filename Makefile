@@ -126,7 +126,7 @@ requirements: $(BIN)/uv  ## requirements/*.txt anew, after a change of dependenc
 	for set in engine studies; do \
 		$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate $(NO_MEMBERS) --all-extras \
 			$$set/pyproject.toml --output-file requirements/$$set.txt; done
-	for set in core: aiconfigurator:--extra=aiconfigurator serve:--extra=serve docs:--group=docs,--extra=serve kube:--extra=epp,--extra=kube,--extra=serve dev:--group=dev,--extra=agents,--extra=epp,--extra=kube,--extra=serve live:--group=dev,--group=live,--extra=agents,--extra=epp,--extra=kube,--extra=serve,--extra=ray,--extra=store; do \
+	for set in core: aiconfigurator:--extra=aiconfigurator serve:--extra=serve docs:--group=docs,--extra=serve kube:--extra=epp,--extra=kube,--extra=serve dev:--group=dev,--extra=agents,--extra=epp,--extra=kube,--extra=serve live:--group=dev,--group=live,--extra=agents,--extra=epp,--extra=kube,--extra=serve,--extra=ray,--extra=store,--extra=aiconfigurator; do \
 		$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate $(NO_MEMBERS) pyproject.toml \
 			$$(echo $${set#*:} | tr , ' ') --output-file requirements/$${set%%:*}.txt; done
 	$(BIN)/uv pip compile --quiet --universal --no-deps --generate-hashes --no-header --no-annotate --python-version 3.11 \
