@@ -151,7 +151,14 @@ def _groups(records: Sequence[Record]) -> Mapping[str, ResultTable]:
             )
             texts = (f"{rate:.3f}", f"{100 * share:.0f} %", f"{used / rate:.1f}", f"{tpot:.1f}")
             rows.setdefault(("chosen" if not span else f"{span:g} servers", *texts), []).append(f"`{policy}`")
-    columns = ["groups", "policy", "requests/s per GPU", "KV memory in use, mean", "GB of KV per request/s", "TPOT, ms"]
+    columns = [
+        "groups",
+        "policy",
+        "requests/s per GPU",
+        "KV memory in use, mean",
+        "GB of KV per decode GPU, over the rate",
+        "TPOT, ms",
+    ]
     return {"groups": ResultTable(columns, [[key[0], ", ".join(names), *key[1:]] for key, names in rows.items()])}
 
 
