@@ -60,6 +60,18 @@ COMMANDS = {
 """Location of each command as `module:name` in this package: a function, or a Typer app with several commands."""
 STUDIES = "experiment"
 """The command that another distribution, kvroute-studies, brings by an entry point of the group `kvroute.commands`."""
+_NOT = {
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number of at most 4,300 digits",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "greater_than": "above {gt:,.15g}",
+    "greater_than_equal": "{ge:,.15g} or more",
+    "less_than": "below {lt:,.15g}",
+    "less_than_equal": "at most {le:,.15g}",
+}
+"""What the value of an option or argument is not, by pydantic's type of the error, with its limits."""
 _PAGE_WIDTH = 100
 _NAMES_WIDTH = 30
 """Width of the name column of a help page; a longer name gets a line of its own."""
@@ -215,11 +227,21 @@ def _run() -> int:
     except InputError as error:
         return _refused(str(error))
     except UsageError as error:
+        error.message = _wrong_value(error) or error.message
         text = " ".join(error.format_message().split())  # choices are on separate lines
         if not text:
             return 2  # a group without a command has printed its help
         command = error.ctx.command_path if error.ctx else "kvroute"
         return _refused(f"{text[0].lower()}{text[1:].rstrip('.')}; see `{command} --help`")
+
+
+def _wrong_value(error: Any) -> str | None:
+    """Return what is wrong with a value that typer could not convert; None for other errors of the command line."""
+    faults: list[Any] = getattr(error.__cause__, "errors", list)()
+    if len(faults) != 1 or faults[0]["type"] not in _NOT:
+        return None
+    what = _NOT[faults[0]["type"]].format(**faults[0].get("ctx", {}))
+    return f"{str(faults[0]['input'])[:40]!r} is not {what}"
 
 
 def _refused(sentence: str) -> int:

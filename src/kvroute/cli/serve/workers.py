@@ -29,8 +29,9 @@ def read_spec(path: Path) -> WorkerSpec:
     try:
         return msgspec.json.decode(path.read_bytes(), type=WorkerSpec)
     except (OSError, msgspec.DecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         hint = "use --workers; it starts the workers itself"
-        raise InputError(f"not a file for a worker ({error})", where=str(path), hint=hint) from None
+        raise InputError(f"this is not a file for a worker ({why})", where=str(path), hint=hint) from None
 
 
 async def run_worker(read: Callable[[], Deployment], spec: WorkerSpec, seed: int | None) -> None:
