@@ -34,6 +34,7 @@ def test_it_is_ready_answers_and_ends(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (["/proc/kvroute"], "/proc/kvroute: the store cannot be written (No such file or directory); choose a folder"),
+        ([""], "the location of the store is empty; write a folder, or the URL of Redis or S3"),
         (["ftp://x"], "ftp://x: ftp:// is not a known kind of store; write a folder"),
         (["s3:///x"], "s3:///x: the bucket is missing; write s3://bucket/prefix"),
         (["STORE", "--quota", "-5GB"], "invalid value for '--quota': '-5GB' is not a size; write a number and"),

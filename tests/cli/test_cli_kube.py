@@ -143,3 +143,6 @@ def test_run_worker_with_wrong_arguments(tmp_path: Path) -> None:
     assert started(tmp_path, "--wait", KVROUTE_TOPOLOGY_ENABLED="maybe").returncode == 2
     missing = started(tmp_path, "--", "no-such-engine")
     assert (missing.returncode, missing.stderr.count("\n")) == (127, 1)
+    nameless = started(tmp_path, "--", "")
+    assert (nameless.returncode, nameless.stderr.count("\n")) == (127, 1)
+    assert "cannot be started (it has no name)" in nameless.stderr

@@ -32,10 +32,12 @@ class StoreLocation:
         """Check what can be checked before the format of the blocks is known.
 
         Raises:
-            StoreError: an unknown scheme, a missing name, a library that is not installed, or a folder in which no file
-                can be created.
+            StoreError: an empty text, an unknown scheme, a missing name, a library that is not installed, or a folder
+                in which no file can be created.
         """
         scheme = self._scheme()
+        if not self.text:
+            raise StoreError("the location of the store is empty", hint="write a folder, or the URL of Redis or S3")
         if scheme == "s3" and not urlsplit(self.text).netloc:
             raise StoreError("the bucket is missing", where=self.text, hint="write s3://bucket/prefix")
         if scheme:

@@ -41,11 +41,14 @@ def run_worker(command: Sequence[str], *, wait: bool, name: str) -> int:
         tell([f"kvroute: {missing}"])
         return 1
     except OSError as error:
-        raise InputError(str(error), where=str(settings.folder), hint="mount a Downward API volume there") from None
+        raise InputError(
+            error.strerror or str(error), where=str(settings.folder), hint="mount a Downward API volume there"
+        ) from None
     if not command:
         return 0
     try:
         os.execvpe(command[0], list(command), engine_environment(os.environ, labels))
-    except OSError as error:
-        tell([f"kvroute: {command[0]} cannot be started ({error.strerror}); check the command after `--`"])
+    except (OSError, ValueError) as error:  # ValueError: the name is empty
+        why = error.strerror if isinstance(error, OSError) else "it has no name"
+        tell([f"kvroute: {command[0]!r} cannot be started ({why}); check the command after `--`"])
         return 127
