@@ -302,8 +302,8 @@ def test_learned_values_of_foresight_are_shown(browser: Browser) -> None:
         assert browser.run(LEARNED_NOTE) == "from own transfers"
         assert browser.run(_texts("#learned td:first-child")) == ["same rack", "across datacenters"]
         far = "#learned tbody tr:last-child"
-        row = browser.until(f"/^[0-9]+$/.test({_texts(far + ' td')}[3]) && {_texts(far + ' td')}")
-        tip = browser.run(f"document.querySelector('{far}').title")
+        both = f"[{_texts(far + ' td')}, document.querySelector('{far}').title]"
+        row, tip = browser.until(f"/^[0-9]+$/.test({_texts(far + ' td')}[3]) && {both}")
         factor = float(row[1].removeprefix("× "))
         assert 0.5 < factor < 0.95
         assert float(row[2].split("\u00a0")[0]) == pytest.approx(12.5 * factor, abs=0.13)
