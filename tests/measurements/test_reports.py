@@ -140,6 +140,8 @@ FAULTS: Sequence[tuple[str, tuple[Change, ...], str]] = (
     ("vllm", (without("max_concurrency"),), "all requests were sent at once"),
     ("vllm", (scaled(0, "completed"),), "no request was completed"),
     ("vllm", (scaled(0, "median_tpot_ms"),), "tpot_s is 0"),
+    ("aiperf", (scaled(0, "request_latency", "p50"),), "latency_s is 0"),
+    ("vllm", (scaled(0, "max_concurrency"),), "clients is 0"),
     ("vllm", (scaled(1e-3, "median_ttft_ms"), scaled(1e-3, "median_tpot_ms")), "seconds may be given as milliseconds"),
     ("vllm", (scaled(1e3, "median_ttft_ms"), scaled(1e3, "median_tpot_ms")), "milliseconds may be given as seconds"),
     ("vllm", (scaled(1e3, "median_ttft_ms"),), "at a time, not 4; TTFT or TPOT may have another unit"),

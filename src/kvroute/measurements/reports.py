@@ -17,6 +17,7 @@ from kvroute.types import InputError
 SECONDS = {"s": 1.0, "sec": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 """Seconds of each unit that AIPerf names."""
 _NEEDED = ("input_tokens", "output_tokens", "ttft_s", "tpot_s", "requests_per_s")
+_OPTIONAL = ("clients", "latency_s")
 _Of = TypeVar("_Of")
 
 
@@ -153,7 +154,7 @@ def read_report(path: Path, text: str) -> ReportedRuns:
     if not reported.runs:
         raise InputError("has no runs", where=str(path), hint="give the report of runs at several loads")
     for point in reported.runs:
-        for name in _NEEDED:
+        for name in (*_NEEDED, *(name for name in _OPTIONAL if getattr(point, name) is not None)):
             if not 0 < getattr(point, name) < math.inf:
                 what = f"{name} is {getattr(point, name):g}"
                 raise InputError(
