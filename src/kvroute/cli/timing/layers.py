@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvroute.cli.output import print_json, tell
 from kvroute.cli.quantities import seconds
+from kvroute.cli.timing.options import AsJson, Kind, TimingName
 from kvroute.types import InputError
 
 if TYPE_CHECKING:
@@ -39,11 +39,9 @@ def layers(
     experts: Annotated[int, typer.Option(min=0, help="Experts of a layer; 0: no mixture of experts.")] = 0,
     experts_per_token: Annotated[int, typer.Option(min=1, help="Experts that a token uses.")] = 1,
     step: Annotated[float, typer.Option(parser=seconds(), help="Time of a step besides its layers, e.g. 0.5ms.")] = 0.0,
-    kind: Annotated[
-        Literal["linear", "quadratic", "piecewise"], typer.Option("--kind", help="Form of the prefill model.")
-    ] = "linear",
-    name: Annotated[str, typer.Option("--name", help="Name of the timing in the cluster file.")] = "default",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    kind: Kind = "linear",
+    name: TimingName = "default",
+    as_json: AsJson = False,
 ) -> None:
     """Add up measured times of layers to steps, fit a timing to them and print it as YAML for a cluster file.
 
@@ -51,7 +49,7 @@ def layers(
 
     Example: [bold]kvroute timing from layers perf/H100/llama-3.1-8b --tp 1 --step 0.5ms[/bold]
     """
-    from kvroute.cli.timing.text import check_name, limits_of, plain, range_sentence, sentence, timing_yaml
+    from kvroute.cli.timing.text import check_name, limits_of, print_fits
     from kvroute.timing import fit_profile
 
     check_name(name)
@@ -63,11 +61,7 @@ def layers(
     profile = steps.profile(str(folder))
     prefill, decode = fit_profile(profile, kind)
     limits = limits_of(profile)
-    if as_json:
-        print_json({"name": name, "prefill": plain(prefill), "decode": plain(decode), "range": limits})
-        return
-    typer.echo(timing_yaml(name, prefill, decode, limits=limits))
-    tell([f"prefill: {sentence(prefill)}", f"decode: {sentence(decode)}", range_sentence(limits)])
+    print_fits(name, (prefill, decode), limits, as_json=as_json)
 
 
 def _link(text: str | None) -> float | None:

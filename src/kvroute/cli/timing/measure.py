@@ -7,12 +7,13 @@ import os
 import random
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from kvroute.cli.output import print_json, tell
+from kvroute.cli.timing.options import AsJson, Kind, TimingName
 from kvroute.types import InputError, PrefillSpec
 
 if TYPE_CHECKING:
@@ -44,15 +45,13 @@ def measure(
             help="Most tokens of one step (vLLM's max_num_batched_tokens): measure prompts that share steps, too.",
         ),
     ] = None,
-    kind: Annotated[
-        Literal["linear", "quadratic", "piecewise"], typer.Option("--kind", help="Form of the prefill model.")
-    ] = "linear",
-    name: Annotated[str, typer.Option("--name", help="Name of the timing in the cluster file.")] = "default",
+    kind: Kind = "linear",
+    name: TimingName = "default",
     key_env: Annotated[str | None, typer.Option(help="Environment variable with the engine's API key.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for prefill.csv and decode.csv, which `timing fit` reads.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the prefill and decode times of a running engine, and print them as YAML for a cluster file.
 

@@ -7,7 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
+import typer
 
+from kvroute.cli.output import print_json, tell
 from kvroute.types import (
     DecodeSpec,
     InputError,
@@ -135,3 +137,15 @@ def _text(seconds: float) -> str:
     from kvroute_engine.files.units import duration_text
 
     return f'"{duration_text(float(f"{seconds:.6g}"))}"' if seconds >= 1e-15 else '"0 s"'
+
+
+def print_fits(
+    name: str, fits: tuple[Fit[PrefillSpec] | None, Fit[DecodeSpec] | None], limits: Limits, *, as_json: bool
+) -> None:
+    """Print the block `timing` of a cluster file, with errors and range of its fits on stderr; or all as JSON."""
+    prefill, decode = fits
+    if as_json:
+        print_json({"name": name, "prefill": plain(prefill), "decode": plain(decode), "range": limits})
+        return
+    typer.echo(timing_yaml(name, prefill, decode, limits=limits))
+    tell([f"prefill: {sentence(prefill)}", f"decode: {sentence(decode)}", range_sentence(limits)])
