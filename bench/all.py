@@ -130,7 +130,7 @@ def _rows(document: dict[str, list[dict[str, Any]]]) -> list[Row]:
 
 def _flow_row(size: dict[str, float]) -> Row:
     return Row(
-        measure=f"max-min rates solved anew, {size['instances']:,} instances, {size['flows']:,} flows",
+        measure=f"max-min rates recomputed, {size['instances']:,} instances, {size['flows']:,} flows",
         unit="events per CPU-s",
         better="higher",
         ours=size["events_per_s"],

@@ -104,7 +104,7 @@ QUOTED: Mapping[str, QuotedBench] = {
         },
         ("arrival",),
     ),
-    "flows": QuotedBench(("kvroute/flows",), rows=("max-min rates solved anew, 1,024 instances",)),
+    "flows": QuotedBench(("kvroute/flows",), rows=("max-min rates recomputed, 1,024 instances",)),
     "evaluation": QuotedBench(ROUTING, rows=("NetKV's whole evaluation",)),
     "placement": QuotedBench(
         ("kvroute/collectives", "kvroute/planner/placement", "kvroute/topology"),

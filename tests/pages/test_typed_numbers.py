@@ -1,4 +1,4 @@
-"""Measured numbers in pages are between marks; a number with a unit outside them is a value that somebody has set."""
+"""Measured numbers in pages are between marks; a number with a unit outside them is a setting."""
 
 from __future__ import annotations
 

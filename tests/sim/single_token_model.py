@@ -20,7 +20,7 @@ class Arrival:
     cached_tokens: int | None
     """None: its KV has been transferred."""
     joins: bool = True
-    """Whether it decodes where its prompt is computed."""
+    """Whether the instance that computes its prompt also decodes it."""
 
 
 @dataclass

@@ -17,7 +17,7 @@ class WaitingPrompt(NamedTuple):
     output_tokens: int
     cached_tokens: int
     joins: bool = True
-    """Whether it goes on to decode there; False: the prompt is all that it needs from a prefill instance."""
+    """Whether the instance decodes it after the prompt; False: another instance does."""
 
 
 @dataclass(slots=True)
